@@ -1,0 +1,1 @@
+"""Headway's control plane: decides for every request whether, when and where it runs."""

@@ -1,0 +1,214 @@
+"""The composition root: builds stores, bus, core, gate, loops and the HTTP server, and closes them in reverse."""
+
+import asyncio
+import contextlib
+import gc
+import logging
+import secrets
+import signal
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from controlplane.api.app import create_app
+from controlplane.api.services import Services
+from controlplane.bus import Bus
+from controlplane.domain.errors import StateUnavailable
+from controlplane.domain.ids import ReplicaId
+from controlplane.gateway.hot_path import HotPath
+from controlplane.gateway.server import make_server
+from controlplane.gateway.upstream import Upstream
+from controlplane.runtime.accounts import Accounts
+from controlplane.runtime.admit import Gate
+from controlplane.runtime.agents import Agents
+from controlplane.runtime.credits import CreditKeeper
+from controlplane.runtime.decision_log import DecisionLog
+from controlplane.runtime.estimates import Estimates
+from controlplane.runtime.fleet_state import FleetState
+from controlplane.runtime.loops import Leadership, Loops
+from controlplane.runtime.observer import MetricsObserver, watch_fleet
+from controlplane.runtime.principals import Principals
+from controlplane.runtime.queue_pump import QueuePump
+from controlplane.runtime.workflow_state import WorkflowStates
+from controlplane.scheduler.prefix_index import PrefixIndex
+from controlplane.scheduler.tick_log import TickLog
+from controlplane.settings import Settings
+from controlplane.store import replicas
+from controlplane.store.catalog import load_catalog
+from controlplane.store.journal import Journal
+from controlplane.store.session import make_engine
+from controlplane.telemetry.metrics import Metrics
+from policies.load import load_bundle
+
+log = logging.getLogger(__name__)
+
+START_RETRY_S = 0.5
+JOURNAL_DRAIN_S_MAX = 10.0
+# Rarely run: the request path makes few cycles (the constants are those of a measured gateway).
+GC_THRESHOLDS = (50_000, 20, 50)
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """A running replica, for the process that serves it and for tests that look inside."""
+
+    id: ReplicaId
+    gate: Gate
+    fleet: FleetState
+    journal: Journal
+    accounts: Accounts
+    metrics: Metrics
+    app: HotPath
+
+
+async def _until_reachable(engine: AsyncEngine, replica_id: ReplicaId, fleet: FleetState) -> None:
+    """Register and read the catalogue, as soon as Postgres is there."""
+    while True:
+        try:
+            await replicas.register(engine, replica_id)
+            fleet.use_catalog(await load_catalog(engine))
+        except StateUnavailable as error:
+            log.warning("waiting_for_postgres", extra={"fields": {"why": str(error)}})
+            await asyncio.sleep(START_RETRY_S)
+        else:
+            return
+
+
+@asynccontextmanager
+async def running_replica(settings: Settings) -> AsyncIterator[Replica]:
+    """A replica without its HTTP server: everything is started, and stopped in order at the end.
+
+    Raises ConfigurationError when the policy bundle can not be used.
+    """
+    replica_id = ReplicaId(secrets.token_hex(4))
+    bundle = load_bundle(settings.policies_path)
+    metrics = Metrics()
+    database_url = settings.database_url.get_secret_value()
+    pepper = settings.pepper.get_secret_value().encode()
+    async with AsyncExitStack() as stack:
+        engine = make_engine(database_url)
+        stack.push_async_callback(engine.dispose)
+        fleet = FleetState(PrefixIndex(), TickLog())
+        await _until_reachable(engine, replica_id, fleet)
+
+        journal = Journal(database_url)
+        accounts = Accounts(engine, replica_id, settings.budget_slice_micro_usd)
+        principals = Principals(engine, pepper)
+        decisions = DecisionLog(fleet, journal, replica_id)
+        bus = Bus(
+            settings.nats_url,
+            user=settings.nats_user,
+            password=settings.nats_password.get_secret_value(),
+            name=f"control-{replica_id}",
+        )
+        keeper = CreditKeeper(bus, fleet, replica_id)
+        pump = QueuePump(
+            keeper,
+            calls_max=settings.queue_calls_max,
+            bytes_max=settings.queue_bytes_max,
+            wait_ms_max=settings.queue_wait_ms_max,
+        )
+        gate = Gate(
+            replica_id=replica_id,
+            fleet=fleet,
+            accounts=accounts,
+            principals=principals,
+            workflows=WorkflowStates(engine),
+            journal=journal,
+            decisions=decisions,
+            estimates=Estimates(),
+            pump=pump,
+            bundle=bundle,
+            observer=MetricsObserver(metrics),
+        )
+        watch_fleet(metrics, gate, journal)
+        agents = Agents(bus, fleet, keeper, pump, engine)
+        leader = Leadership(engine, replica_id, settings.leader_ttl_s)
+        loops = Loops(
+            engine=engine,
+            bus=bus,
+            fleet=fleet,
+            agents=agents,
+            accounts=accounts,
+            principals=principals,
+            decisions=decisions,
+            pump=pump,
+            leader=leader,
+            replica_id=replica_id,
+            replica_ttl_s=settings.replica_ttl_s,
+            node_silence_ms_max=settings.node_silence_s_max * 1000.0,
+        )
+        upstream = Upstream()
+        stack.push_async_callback(upstream.close)
+        services = Services(
+            engine=engine,
+            pepper=pepper,
+            gate=gate,
+            fleet=fleet,
+            replica_id=replica_id,
+            metrics=metrics,
+            explain=decisions.explain,
+            journal=journal,
+            bus=bus,
+            leader=leader,
+        )
+        app = HotPath(gate, upstream, metrics, create_app(services))
+
+        async def converse() -> None:
+            await bus.connect()
+            await agents.join()
+            await keeper.run(pump.offer)
+
+        writer = asyncio.create_task(journal.run())
+        tasks = [asyncio.create_task(_run(loop)) for loop in (*loops.all(), converse())]
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(*GC_THRESHOLDS)
+        try:
+            yield Replica(replica_id, gate, fleet, journal, accounts, metrics, app)
+        finally:
+            gate.is_draining = True
+            await _until_empty(gate, settings.drain_s_max)
+            await keeper.give_back()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await journal.drain(JOURNAL_DRAIN_S_MAX)
+            with contextlib.suppress(StateUnavailable):
+                await accounts.surrender_all()
+                await replicas.retire(engine, replica_id)
+            writer.cancel()
+            await asyncio.gather(writer, return_exceptions=True)
+            await bus.close()
+
+
+async def _run(loop: Awaitable[None]) -> None:
+    await loop
+
+
+async def _until_empty(gate: Gate, seconds_max: float) -> None:
+    """Let calls in flight finish, up to a limit."""
+    deadline_s = asyncio.get_running_loop().time() + seconds_max
+    while gate.in_flight and asyncio.get_running_loop().time() < deadline_s:
+        await asyncio.sleep(0.05)
+
+
+async def serve(settings: Settings) -> None:
+    """Serve until SIGTERM or SIGINT, then finish what is in flight."""
+    async with running_replica(settings) as replica:
+        server = make_server(replica.app, settings.host, settings.port)
+        stopping = asyncio.Event()
+        running_loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            running_loop.add_signal_handler(number, stopping.set)
+        serving = asyncio.create_task(server.serve())
+        log.info("serving", extra={"fields": {"replica": replica.id, "port": settings.port}})
+        stopped = asyncio.create_task(stopping.wait())
+        await asyncio.wait({serving, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        replica.gate.is_draining = True
+        await _until_empty(replica.gate, settings.drain_s_max)
+        server.should_exit = True
+        await serving
+        stopped.cancel()

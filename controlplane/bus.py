@@ -1,0 +1,183 @@
+"""NATS as the control plane uses it: connect for ever, subscribe, ask, and the stream of commands.
+
+Knows subjects and bytes, not what they mean.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+import nats
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.errors import Error as NatsError
+from nats.errors import NoRespondersError
+from nats.js.api import (
+    AckPolicy,
+    ConsumerConfig,
+    RetentionPolicy,
+    StorageType,
+    StreamConfig,
+)
+
+from controlplane.domain.errors import BusUnavailable
+from dataplane.protocol import subjects
+
+log = logging.getLogger(__name__)
+
+PING_INTERVAL_S = 2
+PINGS_OUTSTANDING_MAX = 2
+RECONNECT_WAIT_S = 0.25
+PENDING_MESSAGES_MAX = 4096
+PENDING_BYTES_MAX = 8 * 1024 * 1024
+REQUEST_TIMEOUT_S = 1.0
+COMMAND_AGE_S_MAX = 3600
+COMMAND_ACK_WAIT_S = 30
+COMMAND_DELIVERIES_MAX = 20
+DUPLICATE_WINDOW_S = 120
+
+Handler = Callable[[str, bytes], Awaitable[None] | None]
+
+
+class Bus:
+    """One connection. Reconnects for ever; `is_connected` says whether it holds at this instant."""
+
+    def __init__(self, url: str, *, user: str, password: str, name: str) -> None:
+        self._url = url
+        self._user = user
+        self._password = password
+        self._name = name
+        self._client = Client()
+        self._on_reconnect: list[Callable[[], Awaitable[None]]] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def is_connected(self) -> bool:
+        return self._client.is_connected
+
+    async def connect(self) -> None:
+        """Connect, retrying until the server is there."""
+        self._client = await nats.connect(
+            self._url,
+            user=self._user or None,
+            password=self._password or None,
+            name=self._name,
+            inbox_prefix=subjects.inbox_prefix(self._name).encode(),
+            allow_reconnect=True,
+            max_reconnect_attempts=-1,
+            reconnect_time_wait=RECONNECT_WAIT_S,
+            ping_interval=PING_INTERVAL_S,
+            max_outstanding_pings=PINGS_OUTSTANDING_MAX,
+            # A command or a report that could not be sent at once is stale when it is sent later.
+            pending_size=64 * 1024,
+            reconnected_cb=self._reconnected,
+            disconnected_cb=self._disconnected,
+            error_cb=self._failed,
+        )
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        if not self._client.is_closed:
+            await self._client.close()
+
+    def on_reconnect(self, callback: Callable[[], Awaitable[None]]) -> None:
+        self._on_reconnect.append(callback)
+
+    async def subscribe(self, subject: str, handler: Handler) -> None:
+        """Call `handler(subject, data)` for each message; subscriptions survive reconnects."""
+
+        async def deliver(message: Msg) -> None:
+            outcome = handler(message.subject, message.data)
+            if outcome is not None:
+                await outcome
+
+        await self._client.subscribe(
+            subject,
+            cb=deliver,
+            pending_msgs_limit=PENDING_MESSAGES_MAX,
+            pending_bytes_limit=PENDING_BYTES_MAX,
+        )
+
+    async def publish(self, subject: str, data: bytes) -> None:
+        """Send at most once. Raises BusUnavailable when there is no connection."""
+        if not self._client.is_connected:
+            raise BusUnavailable("the bus is not connected")
+        try:
+            await self._client.publish(subject, data)
+        except NatsError as error:
+            raise BusUnavailable(str(error)) from error
+
+    async def ask(self, subject: str, data: bytes) -> bytes | None:
+        """The answer of the one who serves `subject`, or None when nobody does.
+
+        Raises BusUnavailable when there is no connection or no answer in REQUEST_TIMEOUT_S.
+        """
+        if not self._client.is_connected:
+            raise BusUnavailable("the bus is not connected")
+        try:
+            reply = await self._client.request(subject, data, timeout=REQUEST_TIMEOUT_S)
+        except NoRespondersError:
+            return None
+        except (NatsError, TimeoutError) as error:
+            raise BusUnavailable(f"no answer on {subject}: {error}") from error
+        return reply.data
+
+    async def ensure_command_stream(self) -> None:
+        """Create the work queue of commands when it is missing, as after a loss of the bus's store."""
+        jetstream = self._client.jetstream(timeout=REQUEST_TIMEOUT_S)
+        try:
+            await jetstream.add_stream(
+                StreamConfig(
+                    name=subjects.COMMAND_STREAM,
+                    subjects=[subjects.COMMAND_SUBJECTS],
+                    retention=RetentionPolicy.WORK_QUEUE,
+                    storage=StorageType.FILE,
+                    max_age=COMMAND_AGE_S_MAX,
+                    duplicate_window=DUPLICATE_WINDOW_S,
+                )
+            )
+        except (NatsError, TimeoutError) as error:
+            raise BusUnavailable(f"the stream of commands can not be made: {error}") from error
+
+    async def ensure_command_consumer(self, node_id: str) -> None:
+        """Create the durable consumer that one agent binds to; agents may not create any themselves."""
+        jetstream = self._client.jetstream(timeout=REQUEST_TIMEOUT_S)
+        try:
+            await jetstream.add_consumer(
+                subjects.COMMAND_STREAM,
+                ConsumerConfig(
+                    durable_name=node_id,
+                    filter_subject=subjects.node_subject(node_id, "cmd"),
+                    ack_policy=AckPolicy.EXPLICIT,
+                    ack_wait=COMMAND_ACK_WAIT_S,
+                    max_deliver=COMMAND_DELIVERIES_MAX,
+                ),
+            )
+        except (NatsError, TimeoutError) as error:
+            raise BusUnavailable(f"the consumer of {node_id} can not be made: {error}") from error
+
+    async def send_command(self, node_id: str, command_id: str, data: bytes) -> None:
+        """Store a command for an agent. Sending the same id again within two minutes stores nothing."""
+        if not self._client.is_connected:
+            raise BusUnavailable("the bus is not connected")
+        jetstream = self._client.jetstream(timeout=REQUEST_TIMEOUT_S)
+        try:
+            await jetstream.publish(
+                subjects.node_subject(node_id, "cmd"), data, headers={"Nats-Msg-Id": command_id}
+            )
+        except (NatsError, TimeoutError) as error:
+            raise BusUnavailable(f"command {command_id} was not stored: {error}") from error
+
+    async def _reconnected(self) -> None:
+        log.info("bus_reconnected")
+        for callback in self._on_reconnect:
+            task = asyncio.ensure_future(callback())
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _disconnected(self) -> None:
+        log.warning("bus_disconnected")
+
+    async def _failed(self, error: Exception) -> None:
+        log.warning("bus_error", extra={"fields": {"error": f"{type(error).__name__}: {error}"}})

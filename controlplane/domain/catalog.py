@@ -1,0 +1,132 @@
+"""What operators declare: regions, GPU types, models, SLO classes, tenants, keys. Slow to change, read-only here."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from controlplane.domain.ids import (
+    GpuTypeName,
+    KeyId,
+    ModelName,
+    NodeId,
+    RegionName,
+    SloClassName,
+    TenantId,
+)
+from controlplane.domain.money import token_cost_micro_usd
+
+
+class Scope(StrEnum):
+    """The kind of a workflow: how wide it fans out and how long it lives."""
+
+    CHAT = "chat"
+    COPILOT = "copilot"
+    RESEARCH = "research"
+    AUTONOMOUS = "autonomous"
+
+
+class Role(StrEnum):
+    """What an engine computes: prefill only, decode only, or both phases of a request."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    BOTH = "both"
+
+
+class OperatorRole(StrEnum):
+    """Rights of an operator key; each includes the ones before it."""
+
+    VIEWER = "viewer"
+    OPERATOR = "operator"
+    ADMIN = "admin"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuType:
+    """One kind of accelerator. Rates are per GPU: bytes/s, dense bf16 FLOP/s, micro-dollars/hour."""
+
+    name: GpuTypeName
+    hbm_bytes: int
+    bandwidth_bytes_per_s: float
+    flops_per_s: float
+    price_micro_usd_per_hour: int
+    price_source: str
+    price_date: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """A served model. KV and weights in bytes, prices in micro-dollars per million tokens."""
+
+    name: ModelName
+    parameters: int
+    layers: int
+    hidden_size: int
+    weights_bytes: int
+    kv_bytes_per_token: int
+    context_tokens_max: int
+    load_ms: int
+    price_prompt_micro_usd_per_mtok: int
+    price_cached_micro_usd_per_mtok: int
+    price_completion_micro_usd_per_mtok: int
+
+    def cost_micro_usd(self, *, prompt: int, cached: int, completion: int) -> int:
+        """What a tenant pays for a call; `cached` counts the part of `prompt` that was reused."""
+        return (
+            token_cost_micro_usd(prompt - cached, self.price_prompt_micro_usd_per_mtok)
+            + token_cost_micro_usd(cached, self.price_cached_micro_usd_per_mtok)
+            + token_cost_micro_usd(completion, self.price_completion_micro_usd_per_mtok)
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SloClass:
+    """Targets in milliseconds, what a finished call is worth, and what a second of lateness costs."""
+
+    name: SloClassName
+    ttft_ms_max: int
+    tpot_ms_max: int
+    e2e_ms_max: int
+    value_micro_usd: int
+    late_micro_usd_per_s: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """One machine with `gpus` equal GPUs, dialled at `address` (host only; agents report ports)."""
+
+    id: NodeId
+    region: RegionName
+    gpu_type: GpuTypeName
+    gpus: int
+    address: str
+    is_cordoned: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tenant:
+    id: TenantId
+    name: str
+    tenant_class: str
+    slo_class: SloClassName
+    is_disabled: bool
+    cache_salt: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Principal:
+    """Who calls: a tenant by one of its keys."""
+
+    key_id: KeyId
+    tenant: Tenant
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Catalog:
+    """Everything declared, at one revision. Dictionaries are never changed after construction."""
+
+    revision: int
+    regions: tuple[RegionName, ...]
+    gpu_types: dict[GpuTypeName, GpuType]
+    models: dict[ModelName, Model]
+    slo_classes: dict[SloClassName, SloClass]
+    nodes: dict[NodeId, Node]

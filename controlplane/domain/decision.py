@@ -1,0 +1,128 @@
+"""What a decision can say: admit with a placement, queue, or refuse with a reason from a closed set."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from controlplane.domain.fleet import EngineRow
+
+
+class Reason(StrEnum):
+    """Why a request did not succeed. The value is the metric label, the API's `code` and the word in `explain`."""
+
+    INVALID_API_KEY = "invalid_api_key"
+    FORBIDDEN_BY_POLICY = "forbidden_by_policy"
+    INVALID_REQUEST = "invalid_request"
+    REQUEST_TOO_LARGE = "request_too_large"
+    NOT_FOUND = "not_found"
+    METHOD_NOT_ALLOWED = "method_not_allowed"
+    MODEL_NOT_FOUND = "model_not_found"
+    WORKFLOW_NOT_FOUND = "workflow_not_found"
+    WORKFLOW_ENDED = "workflow_ended"
+    CONFLICT = "conflict"
+    CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
+    INSUFFICIENT_QUOTA = "insufficient_quota"
+    QUEUE_FULL = "queue_full"
+    DEADLINE_UNREACHABLE = "deadline_unreachable"
+    FAN_OUT_EXCEEDED = "fan_out_exceeded"
+    NO_CAPACITY = "no_capacity"
+    WARMING = "warming"
+    STATE_UNAVAILABLE = "state_unavailable"
+    UPSTREAM_ERROR = "upstream_error"
+    UPSTREAM_TIMEOUT = "upstream_timeout"
+    STREAM_INTERRUPTED = "stream_interrupted"
+    INTERNAL_ERROR = "internal_error"
+
+
+class Axis(StrEnum):
+    """The seven things that can stand in the way of a placement, in the order in which they are asked."""
+
+    GPU_TYPE = "gpu_type"
+    KV_HEADROOM = "kv_headroom"
+    WEIGHT_WARMTH = "weight_warmth"
+    TENANT_PRIORITY = "tenant_priority"
+    WORKFLOW = "workflow"
+    LATENCY_BUDGET = "latency_budget"
+    AGENTIC_SCOPE = "agentic_scope"
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a call runs: on `decode` alone, or prefilled on `prefill` and decoded on `decode`.
+
+    `kv_tokens` is what the decode engine's credits are charged, `cached_tokens` the prompt tokens
+    predicted to be reused, times in milliseconds from the decision.
+    """
+
+    decode: EngineRow
+    prefill: EngineRow | None
+    cached_tokens: int
+    kv_tokens: int
+    ttft_ms_predicted: float
+    e2e_ms_predicted: float
+    cost_micro_usd: float
+
+
+@dataclass(frozen=True, slots=True)
+class Admit:
+    placement: Placement
+
+
+@dataclass(frozen=True, slots=True)
+class Queue:
+    """Nothing fits at this instant, and something that can free capacity is under way."""
+
+    reason: Reason
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """`retry_after_ms` is an honest estimate, or None when there is none; `detail` says what to do.
+
+    `decision` is the id under which the refusal can be explained, empty before it is recorded.
+    """
+
+    reason: Reason
+    detail: str
+    retry_after_ms: int | None = None
+    decision: str = ""
+
+
+Decision = Admit | Queue | Refuse
+
+
+@dataclass(frozen=True, slots=True)
+class AxisView:
+    """What one axis said of one candidate: dollars, or an objection in words."""
+
+    axis: Axis
+    cost_micro_usd: float
+    objection: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class CandidateView:
+    """One candidate of a past decision. A pair is shown with its prefill engine."""
+
+    decode: str
+    prefill: str | None
+    gpu_type: str
+    region: str
+    axes: tuple[AxisView, ...]
+    cached_tokens: int
+    ttft_ms_predicted: float
+    e2e_ms_predicted: float
+    cost_micro_usd: float
+    is_feasible: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """A decision as a person reads it: candidates cheapest first, infeasible ones last, and one sentence."""
+
+    request_id: str
+    model: str
+    candidates: tuple[CandidateView, ...]
+    winner: str | None
+    runner_up: str | None
+    reason: Reason | None
+    sentence: str

@@ -1,0 +1,103 @@
+"""The fleet as one replica sees it: a mutable row per engine, owned by one task, and the one `fits` test.
+
+Rows are plain slotted objects because the decision walks them for every request. Only
+`runtime/fleet_state.py` writes to them; everything else reads.
+"""
+
+from controlplane.domain.catalog import Role
+from controlplane.domain.ids import EngineId, GpuTypeName, ModelName, NodeId, RegionName
+
+
+class EngineRow:
+    """One engine: what it is, what it reports, what its agent lent this replica, what was spent of that.
+
+    Rates are products that do not depend on the request: micro-dollars and milliseconds per token.
+    Credits (`seats_lent`, `kv_tokens_lent`) may be spent until `credits_expire_ms`; `seats_taken` and
+    `kv_tokens_taken` are this replica's calls in flight and may exceed what is lent after a shrink.
+    """
+
+    __slots__ = (
+        "credits_epoch", "credits_expire_ms", "decode_ms_base", "decode_ms_per_kv_token",
+        "decode_ms_per_seq", "engine_id", "generation", "gpu_bit", "gpu_type", "index",
+        "is_accepting", "is_suspect", "is_warm", "kv_price_micro_usd_per_token_s", "kv_tokens_capacity",
+        "kv_tokens_lent", "kv_tokens_taken", "kv_tokens_used", "load_ms", "micro_usd_per_ms",
+        "model", "node_id", "prefill_base_ms", "prefill_ms_per_token", "prefill_ms_per_token_sq",
+        "prefill_tokens_pending", "region", "region_bit", "role", "running", "seats_capacity",
+        "seats_lent", "seats_taken", "context_tokens_max", "ttft_correction", "waiting",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        *,
+        index: int,
+        engine_id: EngineId,
+        node_id: NodeId,
+        region: RegionName,
+        region_bit: int,
+        gpu_type: GpuTypeName,
+        gpu_bit: int,
+        model: ModelName,
+        role: Role,
+        context_tokens_max: int,
+        kv_tokens_capacity: int,
+        seats_capacity: int,
+        micro_usd_per_ms: float,
+        prefill_base_ms: float,
+        prefill_ms_per_token: float,
+        prefill_ms_per_token_sq: float,
+        decode_ms_base: float,
+        decode_ms_per_seq: float,
+        decode_ms_per_kv_token: float,
+        kv_price_micro_usd_per_token_s: float,
+        load_ms: int,
+    ) -> None:
+        self.index = index
+        self.engine_id = engine_id
+        self.node_id = node_id
+        self.region = region
+        self.region_bit = region_bit
+        self.gpu_type = gpu_type
+        self.gpu_bit = gpu_bit
+        self.model = model
+        self.role = role
+        self.context_tokens_max = context_tokens_max
+        self.kv_tokens_capacity = kv_tokens_capacity
+        self.seats_capacity = seats_capacity
+        self.micro_usd_per_ms = micro_usd_per_ms
+        self.prefill_base_ms = prefill_base_ms
+        self.prefill_ms_per_token = prefill_ms_per_token
+        self.prefill_ms_per_token_sq = prefill_ms_per_token_sq
+        self.decode_ms_base = decode_ms_base
+        self.decode_ms_per_seq = decode_ms_per_seq
+        self.decode_ms_per_kv_token = decode_ms_per_kv_token
+        self.kv_price_micro_usd_per_token_s = kv_price_micro_usd_per_token_s
+        self.load_ms = load_ms
+        self.generation = 0
+        self.is_accepting = False
+        self.is_suspect = False
+        self.is_warm = False
+        self.running = 0
+        self.waiting = 0
+        self.kv_tokens_used = 0
+        self.ttft_correction = 1.0
+        self.seats_lent = 0
+        self.kv_tokens_lent = 0
+        self.credits_expire_ms = 0
+        self.credits_epoch = 0
+        self.seats_taken = 0
+        self.kv_tokens_taken = 0
+        self.prefill_tokens_pending = 0
+
+
+def fits(row: EngineRow, kv_tokens: int, now_ms: int) -> bool:
+    """The one fit test: the axis, the router and the commit all call it.
+
+    `kv_tokens` is the most KV that the call can come to hold on this engine.
+    """
+    return (
+        row.is_accepting
+        and not row.is_suspect
+        and now_ms < row.credits_expire_ms
+        and row.seats_taken < row.seats_lent
+        and row.kv_tokens_taken + kv_tokens <= row.kv_tokens_lent
+    )

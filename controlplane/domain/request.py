@@ -1,0 +1,51 @@
+"""One call as the decision core sees it: numbers and names, no text of the tenant's."""
+
+from dataclasses import dataclass
+
+from controlplane.domain.catalog import Scope
+from controlplane.domain.ids import EngineId, ModelName, RequestId, TenantId, WorkflowId
+
+# `workflow_remaining_micro_usd` of a call whose workflow has no budget of its own.
+UNLIMITED_MICRO_USD = 2**62
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """All instants are milliseconds of one monotonic clock; tokens are estimates made before tokenisation.
+
+    `prefix` holds chained digests of the prompt over the position grid, shallowest first, and
+    `prefix_tokens` the prompt tokens up to each of them. `regions` and `gpu_types` are bit masks of
+    what policy allows (bits as in the fleet's tables). `home` is the engine that served the
+    workflow's previous step. `step_gap_ms` is the expected pause before the workflow's next step,
+    0 when this is its last one. `is_single_engine` forbids splitting prefill from decode.
+    """
+
+    id: RequestId
+    tenant: TenantId
+    model: ModelName
+    arrival_ms: int
+    prompt_tokens: int
+    completion_tokens_max: int
+    completion_tokens_expected: int
+    prefix: tuple[int, ...]
+    prefix_tokens: tuple[int, ...]
+    regions: int
+    gpu_types: int
+    weight: float
+    ttft_ms_max: int
+    tpot_ms_max: int
+    deadline_ms: int
+    value_micro_usd: int
+    late_micro_usd_per_s: int
+    scope: Scope
+    workflow: WorkflowId | None
+    step: int
+    steps_expected: int
+    workflow_deadline_ms: int
+    workflow_spent_micro_usd: int
+    workflow_remaining_micro_usd: int
+    calls_in_flight: int
+    fan_out_max: int
+    step_gap_ms: int
+    home: EngineId | None
+    is_single_engine: bool

@@ -1,0 +1,32 @@
+"""Process entry of `headway serve`: read settings, start, serve."""
+
+import sys
+
+import uvloop
+from pydantic import ValidationError
+
+from controlplane.bootstrap import serve
+from controlplane.domain.errors import ConfigurationError
+from controlplane.settings import Settings
+from controlplane.telemetry.logging import configure_logging
+
+
+def main() -> int:
+    """Exit code 0 after a requested stop, 2 when the settings can not be used."""
+    configure_logging()
+    try:
+        settings = Settings()  # type: ignore[call-arg]  # members come from the environment
+        uvloop.run(serve(settings))
+    except ValidationError as error:
+        for problem in error.errors():
+            name = ".".join(str(part) for part in problem["loc"])
+            print(f"setting `{name}`: {problem['msg']}", file=sys.stderr)  # noqa: T201
+        return 2
+    except ConfigurationError as error:
+        print(str(error), file=sys.stderr)  # noqa: T201
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

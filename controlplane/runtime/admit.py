@@ -1,0 +1,718 @@
+"""The gate: one call through key, terms, money, decision, credits; and the one place where it is settled.
+
+Deciding is pure and happens elsewhere; here decisions are committed. Between a decision and its commit
+nothing awaits, so what fitted when it was decided still fits when it is taken, and `fits` is asked
+again all the same.
+"""
+
+import logging
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from typing import Protocol
+
+import xxhash
+
+from controlplane.admission.decide import decide
+from controlplane.admission.snapshot import Snapshot
+from controlplane.domain.catalog import Model, Principal, Scope, SloClass
+from controlplane.domain.decision import Admit, Placement, Queue, Reason, Refuse
+from controlplane.domain.errors import StateUnavailable
+from controlplane.domain.fleet import EngineRow, fits
+from controlplane.domain.ids import ModelName, RequestId, SloClassName, WorkflowId
+from controlplane.domain.outcome import AttemptOutcome, RequestState, Usage
+from controlplane.domain.request import UNLIMITED_MICRO_USD, Request
+from controlplane.reliability.retry_budget import RetryBudget
+from controlplane.runtime.accounts import Accounts
+from controlplane.runtime.call import Call, Ticket, monotonic_ms, wall_ms
+from controlplane.runtime.decision_log import DecisionLog
+from controlplane.runtime.estimates import Estimates
+from controlplane.runtime.fleet_state import FleetState
+from controlplane.runtime.principals import Principals
+from controlplane.runtime.queue_pump import QueuePump
+from controlplane.runtime.workflow_state import WorkflowEntry, WorkflowStates
+from controlplane.scheduler.prefix_index import chain
+from controlplane.store.journal import AttemptRow, Journal, OpenedRow, SettledRow
+from policies.evaluate import Terms, terms_for
+from policies.load import Bundle
+
+log = logging.getLogger(__name__)
+
+RETRIES_MAX = 2
+TERMS_KEPT = 10_000
+SESSIONS_KEPT = 50_000
+MONEY_RETRY_MS = 1_000
+
+
+class Observer(Protocol):
+    """What the gate tells the counters. Implementations add integers, nothing more."""
+
+    def decided(self, verdict: str, reason: str, duration_us: float) -> None: ...
+    def settled(
+        self, ticket: Ticket, state: RequestState, usage: Usage, charged_micro_usd: int
+    ) -> None: ...
+    def refused(self, call: Call | None, refuse: Refuse) -> None: ...
+    def attempted(self, leg: str, outcome: AttemptOutcome) -> None: ...
+    def retried(self, *, is_allowed: bool) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Rights:
+    """Terms of a (tenant, model, scope), with the masks and SLO class they come to in this catalogue."""
+
+    terms: Terms
+    slo: SloClass
+    regions: int
+    gpu_types: int
+
+
+class Gate:
+    """One replica's door. Every method but `authenticate` and `admit` is synchronous."""
+
+    def __init__(
+        self,
+        *,
+        replica_id: str,
+        fleet: FleetState,
+        accounts: Accounts,
+        principals: Principals,
+        workflows: WorkflowStates,
+        journal: Journal,
+        decisions: DecisionLog,
+        estimates: Estimates,
+        pump: QueuePump,
+        bundle: Bundle,
+        observer: Observer,
+    ) -> None:
+        self.replica_id = replica_id
+        self.fleet = fleet
+        self.accounts = accounts
+        self.principals = principals
+        self.workflows = workflows
+        self.decisions = decisions
+        self.pump = pump
+        self.estimates = estimates
+        self._journal = journal
+        self._bundle = bundle
+        self._observer = observer
+        self._rights: OrderedDict[tuple[str, str, str], _Rights] = OrderedDict()
+        self._rights_catalog = -1
+        self._retry_budgets: OrderedDict[tuple[str, str], RetryBudget] = OrderedDict()
+        self._session_homes: OrderedDict[tuple[str, str], EngineRow] = OrderedDict()
+        self._calls = 0
+        self.in_flight: dict[str, Ticket] = {}
+        self.is_draining = False
+        pump.place = self._decide_and_commit
+
+    # ------------------------------------------------------------ before admission
+
+    def models(self, principal: Principal) -> list[Model]:
+        """Models that this tenant may use, by name."""
+        return [
+            model
+            for name, model in sorted(self.fleet.catalog.models.items())
+            if terms_for(self._bundle, principal.tenant, name, Scope.CHAT).is_allowed
+        ]
+
+    def knows_model(self, name: str) -> Model | None:
+        return self.fleet.catalog.models.get(ModelName(name))
+
+    async def authenticate(self, plain_key: bytes) -> Principal | None:
+        """The owner of a key, or None. Raises StateUnavailable when that can not be found out."""
+        try:
+            plain = plain_key.decode("ascii")
+        except UnicodeDecodeError:
+            return None
+        principal = await self.principals.find(plain)
+        return None if principal is None or principal.tenant.is_disabled else principal
+
+    # ------------------------------------------------------------ admission
+
+    async def admit(self, call: Call) -> Ticket | Refuse:
+        """Decide on a call. Awaits only for an unknown workflow, for money, and in the queue.
+
+        A ticket that is returned holds credits and money, and must be settled exactly once.
+        """
+        if self.is_draining:
+            return Refuse(Reason.NO_CAPACITY, "this replica is shutting down; send it again", 1_000)
+        if self._journal.is_full:
+            return Refuse(
+                Reason.STATE_UNAVAILABLE, "state can not be written at present; try again", 2_000
+            )
+        try:
+            prepared = await self._prepare(call)
+            if isinstance(prepared, Refuse):
+                return prepared
+            ticket, rights, entry = prepared
+            refusal = await self._reserve_money(ticket, entry)
+        except StateUnavailable:
+            return Refuse(
+                Reason.STATE_UNAVAILABLE, "state can not be read at present; try again", 2_000
+            )
+        if refusal is not None:
+            return refusal
+        return await self._decide_or_wait(ticket, rights, entry)
+
+    async def _decide_or_wait(
+        self, ticket: Ticket, rights: _Rights, entry: WorkflowEntry | None
+    ) -> Ticket | Refuse:
+        """From here on money is held: every way out gives it back or hands it to the ticket."""
+        self._note_request(ticket)
+        try:
+            if self.pump.is_waiting_for(ticket.request.model):
+                outcome: Placement | Queue | Refuse = Queue(Reason.NO_CAPACITY)
+            else:
+                outcome = self._decide_and_commit(ticket, rights.terms)
+            if isinstance(outcome, Queue):
+                self._open(ticket, entry)
+                queued_ms = monotonic_ms()
+                outcome = await self.pump.wait(ticket, rights.terms, outcome.reason)
+                ticket.queue_ms = monotonic_ms() - queued_ms
+        except BaseException:
+            # The client went away while the call waited.
+            self._end_unplaced(ticket, RequestState.CANCELLED, None)
+            raise
+        if isinstance(outcome, Refuse):
+            state = (
+                RequestState.EXPIRED
+                if outcome.reason is Reason.DEADLINE_UNREACHABLE
+                else RequestState.REFUSED
+            )
+            self._end_unplaced(ticket, state, outcome.reason)
+            return replace(outcome, decision=ticket.id)
+        if ticket.id not in self.in_flight:
+            self._open(ticket, entry)
+        return ticket
+
+    def _decide_and_commit(self, ticket: Ticket, terms: Terms) -> Placement | Queue | Refuse:
+        """Decide on the rows as they are, and take what was decided, without a pause in between."""
+        request = ticket.request
+        started_ms = monotonic_ms()
+        now_ms = int(started_ms)
+        rows = self.fleet.rows_for(request.model)
+        cached = self._cached(request)
+        snapshot = Snapshot(
+            rows=rows, cached=cached, waiting=self.pump.waiting, waiting_max=self.pump.calls_max
+        )
+        decision = decide(request, snapshot, terms, now_ms)
+        self.decisions.record(
+            request,
+            cached,
+            decision,
+            now_ms=now_ms,
+            number=ticket.attempt,
+            revision=self._bundle.revision,
+        )
+        duration_us = (monotonic_ms() - started_ms) * 1000.0
+        match decision:
+            case Admit(placement):
+                self._observer.decided("admit", "", duration_us)
+                if not _still_fits(request, placement, now_ms):
+                    return Queue(Reason.NO_CAPACITY)
+                self._commit(ticket, placement, started_ms)
+                return placement
+            case Queue(reason):
+                self._observer.decided("queue", reason, duration_us)
+                return decision
+            case Refuse(reason=reason):
+                self._observer.decided("refuse", reason, duration_us)
+                return decision
+
+    def _commit(self, ticket: Ticket, placement: Placement, now_ms: float) -> None:
+        request = ticket.request
+        self.fleet.take(request, placement)
+        prompt_tokens = request.prompt_tokens
+        self.fleet.prefixes.routed(placement.decode.index, request.prefix, prompt_tokens)
+        ticket.decode_url = self.fleet.address_of(placement.decode)
+        ticket.prefill_url = None
+        ticket.is_holding_prefill = False
+        if placement.prefill is not None:
+            self.fleet.prefixes.routed(placement.prefill.index, request.prefix, prompt_tokens)
+            ticket.prefill_url = self.fleet.address_of(placement.prefill)
+            ticket.is_holding_prefill = True
+        ticket.is_holding_decode = True
+        ticket.placement = placement
+        ticket.is_first_token_seen = False
+        ticket.decided_ms = now_ms
+
+    # ------------------------------------------------------------ while it runs
+
+    def retry(
+        self, ticket: Ticket, failed: EngineRow, outcome: AttemptOutcome, detail: str
+    ) -> bool:
+        """Place the call again after a failure before its first byte, elsewhere and within the budget.
+
+        The failed attempt has been reported by `attempted`. False: the failure stands.
+        """
+        del outcome, detail
+        if ticket.attempt >= RETRIES_MAX or self.is_draining:
+            return False
+        now_ms = monotonic_ms()
+        if now_ms >= ticket.request.deadline_ms:
+            return False
+        budget = self._retry_budget(ticket)
+        ticket.attempts_failed = (*ticket.attempts_failed, failed)
+        rows = tuple(
+            row
+            for row in self.fleet.rows_for(ticket.request.model)
+            if row not in ticket.attempts_failed
+        )
+        if not rows or not budget.try_spend(int(now_ms)):
+            self._observer.retried(is_allowed=False)
+            return False
+        self._release(ticket)
+        ticket.attempt += 1
+        cached = self._cached(ticket.request)
+        rights = self._rights_of(ticket.call, ticket.request.scope)
+        snapshot = Snapshot(rows=rows, cached=cached, waiting=0, waiting_max=0)
+        decision = decide(ticket.request, snapshot, rights.terms, int(now_ms))
+        self.decisions.record(
+            ticket.request,
+            cached,
+            decision,
+            now_ms=int(now_ms),
+            number=ticket.attempt,
+            revision=self._bundle.revision,
+        )
+        is_placed = isinstance(decision, Admit) and _still_fits(
+            ticket.request, decision.placement, int(now_ms)
+        )
+        self._observer.retried(is_allowed=is_placed)
+        if isinstance(decision, Admit) and is_placed:
+            self._commit(ticket, decision.placement, now_ms)
+        return is_placed
+
+    def attempted(
+        self, ticket: Ticket, row: EngineRow, leg: str, outcome: AttemptOutcome, detail: str = ""
+    ) -> None:
+        """How one call of one engine ended. The prefill leg's credits end with it."""
+        self.fleet.attempted(row, outcome, monotonic_ms())
+        self._observer.attempted(leg, outcome)
+        self._journal.attempted(
+            AttemptRow(
+                request_id=ticket.id,
+                number=ticket.attempt,
+                leg=leg,
+                engine_id=row.engine_id,
+                outcome=str(outcome),
+                detail=detail[:200],
+            )
+        )
+        if leg == "prefill":
+            self._release_prefill(ticket)
+
+    def first_token(self, ticket: Ticket, ttft_ms: float) -> None:
+        """Engine's first token, `ttft_ms` after the placement was decided."""
+        if ticket.is_first_token_seen:
+            return
+        ticket.is_first_token_seen = True
+        placement = ticket.placement
+        self.fleet.prefilled(ticket.request, placement)
+        row = placement.prefill or placement.decode
+        self.fleet.first_token(row, placement.ttft_ms_predicted, ttft_ms)
+
+    def settle(
+        self,
+        ticket: Ticket,
+        state: RequestState,
+        usage: Usage,
+        reason: Reason | None,
+        ttft_ms: float | None,
+        tpot_ms: float | None,
+        e2e_ms: float,
+    ) -> None:
+        """Credits back, money charged, the outcome journalled, the estimates taught. Once."""
+        if ticket.is_settled:
+            return
+        ticket.is_settled = True
+        self._release(ticket)
+        cost = ticket.model.cost_micro_usd(
+            prompt=usage.prompt_tokens,
+            cached=min(usage.cached_tokens, usage.prompt_tokens),
+            completion=usage.completion_tokens,
+        )
+        if state is RequestState.SUCCEEDED and not usage.is_estimated:
+            self.estimates.learn(ticket.request, ticket.call, usage)
+        self._close(ticket, state, reason, usage, cost, ttft_ms, tpot_ms, e2e_ms)
+        self.pump.offer()
+
+    def refused(self, call: Call | None, refuse: Refuse) -> str:
+        """Count a refusal; the id under which it can be explained."""
+        self._observer.refused(call, refuse)
+        return refuse.decision or self._new_id()
+
+    # ------------------------------------------------------------ inside
+
+    async def _prepare(
+        self, call: Call
+    ) -> tuple[Ticket, _Rights, WorkflowEntry | None] | Refuse:
+        tenant = call.principal.tenant
+        model = self.fleet.catalog.models.get(ModelName(call.model))
+        if model is None:
+            return Refuse(
+                Reason.MODEL_NOT_FOUND,
+                f"the model `{call.model[:100]}` does not exist; GET /v1/models lists what does",
+            )
+        entry: WorkflowEntry | None = None
+        if call.workflow is not None:
+            entry = self.workflows.recall(call.workflow, tenant.id)
+            if entry is None:
+                entry = await self.workflows.find(call.workflow, tenant.id)
+            if entry is None:
+                return Refuse(
+                    Reason.WORKFLOW_NOT_FOUND,
+                    f"the workflow `{call.workflow[:64]}` does not exist;"
+                    " POST /v1/workflows creates one",
+                )
+            if not self.workflows.is_running(entry):
+                return Refuse(
+                    Reason.WORKFLOW_ENDED,
+                    f"the workflow `{entry.record.id}` is {entry.record.state}; create another one",
+                )
+        scope = Scope.CHAT if entry is None else entry.record.scope
+        rights = self._rights_of(call, scope)
+        ticket = self._make_ticket(call, model, rights, entry)
+        if not rights.terms.is_allowed:
+            return self._refuse(
+                ticket,
+                Refuse(
+                    Reason.FORBIDDEN_BY_POLICY,
+                    f"the rule `{rights.terms.denied_by}` does not allow `{model.name}` to this tenant",
+                ),
+            )
+        request = ticket.request
+        if request.prompt_tokens + 1 > model.context_tokens_max:
+            return self._refuse(
+                ticket,
+                Refuse(
+                    Reason.CONTEXT_LENGTH_EXCEEDED,
+                    f"the prompt has about {request.prompt_tokens} tokens;"
+                    f" `{model.name}` takes {model.context_tokens_max}",
+                ),
+            )
+        return ticket, rights, entry
+
+    def _make_ticket(
+        self, call: Call, model: Model, rights: _Rights, entry: WorkflowEntry | None
+    ) -> Ticket:
+        tenant = call.principal.tenant
+        terms, slo = rights.terms, rights.slo
+        received_ms = call.received_ms
+        prompt_tokens = self.estimates.prompt_tokens(model.name, call.prompt_bytes)
+        room = max(1, model.context_tokens_max - prompt_tokens)
+        asked = call.completion_tokens_max or terms.completion_tokens_default
+        completion_max = max(1, min(asked, terms.completion_tokens_max, room))
+        expected = self.estimates.completion_tokens(
+            tenant.id, model.name, completion_max, call.completion_tokens_hint
+        )
+        salt = xxhash.xxh3_64_intdigest(tenant.cache_salt + "\0" + model.name, call.tools_digest)
+        digests, boundaries = chain(call.prefix_bytes, salt)
+        ratio = prompt_tokens / max(1, call.prompt_bytes)
+        deadline_ms = received_ms + (slo.e2e_ms_max if call.deadline_ms is None else call.deadline_ms)
+        home, step, steps, workflow_deadline_ms = self._session_home(call), 0, 1, deadline_ms
+        spent = in_flight = gap_ms = 0
+        remaining = UNLIMITED_MICRO_USD
+        workflow: WorkflowId | None = None
+        if entry is not None:
+            record = entry.record
+            workflow = record.id
+            home = self._row_of(entry.home) or home
+            step = entry.step_last + 1 if call.step is None else call.step
+            steps = record.steps_expected
+            workflow_deadline_ms = entry.deadline_ms
+            deadline_ms = min(deadline_ms, workflow_deadline_ms)
+            spent = record.spent_micro_usd + entry.spent_here_micro_usd
+            in_flight = entry.calls_in_flight
+            gap_ms = terms.step_gap_ms if step + 1 < steps else 0
+            if record.limit_micro_usd is not None:
+                remaining = max(0, record.limit_micro_usd - spent)
+        request = Request(
+            id=RequestId(self._new_id()),
+            tenant=tenant.id,
+            model=model.name,
+            arrival_ms=int(received_ms),
+            prompt_tokens=prompt_tokens,
+            completion_tokens_max=completion_max * call.n,
+            completion_tokens_expected=expected * call.n,
+            prefix=digests,
+            prefix_tokens=tuple(int(boundary * ratio) for boundary in boundaries),
+            regions=rights.regions,
+            gpu_types=rights.gpu_types,
+            weight=terms.weight,
+            ttft_ms_max=slo.ttft_ms_max,
+            tpot_ms_max=slo.tpot_ms_max,
+            deadline_ms=int(deadline_ms),
+            value_micro_usd=slo.value_micro_usd,
+            late_micro_usd_per_s=slo.late_micro_usd_per_s,
+            scope=Scope.CHAT if entry is None else entry.record.scope,
+            workflow=workflow,
+            step=step,
+            steps_expected=steps,
+            workflow_deadline_ms=int(workflow_deadline_ms),
+            workflow_spent_micro_usd=spent,
+            workflow_remaining_micro_usd=remaining,
+            calls_in_flight=in_flight,
+            fan_out_max=terms.fan_out_max,
+            step_gap_ms=gap_ms,
+            home=None if home is None else home.engine_id,
+            is_single_engine=call.is_single_engine or not terms.may_disaggregate,
+        )
+        cost = model.cost_micro_usd(
+            prompt=prompt_tokens, cached=0, completion=request.completion_tokens_max
+        )
+        return Ticket(
+            call=call,
+            request=request,
+            model=model,
+            completion_tokens_max=completion_max,
+            cache_salt=tenant.cache_salt,
+            reserved_micro_usd=max(1, int(cost * terms.reserve_ratio)),
+            tenant_budget=f"tenant:{tenant.id}",
+            workflow_budget=None
+            if entry is None or entry.record.limit_micro_usd is None
+            else f"workflow:{entry.record.id}",
+            opened_at_s=wall_ms() / 1000.0,
+        )
+
+    async def _reserve_money(self, ticket: Ticket, entry: WorkflowEntry | None) -> Refuse | None:
+        """Hold the estimated cost in the tenant's account and, when it has one, in the workflow's."""
+        amount = ticket.reserved_micro_usd
+        accounts = self.accounts
+        if not accounts.reserve(ticket.tenant_budget, amount) and not (
+            await accounts.reserve_refilling(ticket.tenant_budget, amount)
+        ):
+            return self._refuse(ticket, _no_money("the tenant's budget", amount))
+        workflow_budget = ticket.workflow_budget
+        if workflow_budget is None or entry is None:
+            return None
+        try:
+            is_reserved = accounts.reserve(workflow_budget, amount) or (
+                await accounts.reserve_refilling(workflow_budget, amount)
+            )
+        except BaseException:
+            accounts.settle(ticket.tenant_budget, amount, 0)
+            raise
+        if not is_reserved:
+            accounts.settle(ticket.tenant_budget, amount, 0)
+            return self._refuse(
+                ticket, _no_money(f"the budget of workflow `{entry.record.id}`", amount)
+            )
+        return None
+
+    def _refuse(self, ticket: Ticket, refuse: Refuse) -> Refuse:
+        """A refusal before the scheduler was asked; it is recorded like one of the scheduler's."""
+        self.decisions.record(
+            ticket.request,
+            {},
+            refuse,
+            now_ms=int(monotonic_ms()),
+            number=0,
+            revision=self._bundle.revision,
+        )
+        return replace(refuse, decision=ticket.id)
+
+    def _open(self, ticket: Ticket, entry: WorkflowEntry | None) -> None:
+        """The call is accepted: it will end in exactly one terminal state."""
+        self.in_flight[ticket.id] = ticket
+        request, call = ticket.request, ticket.call
+        if entry is not None:
+            entry.calls_in_flight += 1
+            entry.step_last = max(entry.step_last, request.step)
+        self._journal.opened(
+            OpenedRow(
+                id=ticket.id,
+                tenant_id=request.tenant,
+                key_id=call.principal.key_id,
+                replica_id=self.replica_id,
+                workflow_id=request.workflow,
+                step=request.step,
+                model=request.model,
+                endpoint=call.endpoint,
+                is_stream=call.is_stream,
+                reserved_micro_usd=ticket.reserved_micro_usd,
+                opened_at=datetime.fromtimestamp(ticket.opened_at_s, UTC),
+            )
+        )
+
+    def _end_unplaced(self, ticket: Ticket, state: RequestState, reason: Reason | None) -> None:
+        """End a call that never ran: its money goes back whole."""
+        if ticket.id in self.in_flight:
+            ticket.is_settled = True
+            e2e_ms = monotonic_ms() - ticket.call.received_ms
+            self._close(ticket, state, reason, _NOTHING_USED, 0, None, None, e2e_ms)
+            return
+        self.accounts.settle(ticket.tenant_budget, ticket.reserved_micro_usd, 0)
+        if ticket.workflow_budget is not None:
+            self.accounts.settle(ticket.workflow_budget, ticket.reserved_micro_usd, 0)
+
+    def _close(
+        self,
+        ticket: Ticket,
+        state: RequestState,
+        reason: Reason | None,
+        usage: Usage,
+        cost_micro_usd: int,
+        ttft_ms: float | None,
+        tpot_ms: float | None,
+        e2e_ms: float,
+    ) -> None:
+        request = ticket.request
+        accounts = self.accounts
+        # Both accounts are charged the same: never more than either can pay.
+        charged = min(
+            cost_micro_usd,
+            accounts.charge_at_most(ticket.tenant_budget, ticket.reserved_micro_usd),
+        )
+        if ticket.workflow_budget is not None:
+            charged = min(
+                charged, accounts.charge_at_most(ticket.workflow_budget, ticket.reserved_micro_usd)
+            )
+            accounts.settle(ticket.workflow_budget, ticket.reserved_micro_usd, charged)
+        accounts.settle(ticket.tenant_budget, ticket.reserved_micro_usd, charged)
+        self.in_flight.pop(ticket.id, None)
+        if request.workflow is not None:
+            entry = self.workflows.entry(request.workflow)
+            if entry is not None:
+                entry.calls_in_flight -= 1
+                entry.spent_here_micro_usd += charged
+                if state is RequestState.SUCCEEDED:
+                    entry.home = ticket.placement.decode.engine_id
+        elif ticket.call.session is not None and state is RequestState.SUCCEEDED:
+            self._remember_session(ticket)
+        self._journal.settled(
+            SettledRow(
+                id=ticket.id,
+                state=str(state),
+                reason=None if reason is None else str(reason),
+                prompt_tokens=usage.prompt_tokens,
+                cached_tokens=usage.cached_tokens,
+                completion_tokens=usage.completion_tokens,
+                is_usage_estimated=usage.is_estimated,
+                ttft_ms=ttft_ms,
+                tpot_ms=tpot_ms,
+                e2e_ms=e2e_ms,
+                queue_ms=ticket.queue_ms,
+                settled_micro_usd=charged,
+                ended_at=datetime.now(UTC),
+                tenant_id=request.tenant,
+                workflow_id=request.workflow,
+                step=request.step,
+                replica_id=self.replica_id,
+                tenant_budget_id=ticket.tenant_budget,
+                workflow_budget_id=ticket.workflow_budget,
+            )
+        )
+        self._observer.settled(ticket, state, usage, charged)
+
+    def _release(self, ticket: Ticket) -> None:
+        """Give back whatever credits the ticket still holds."""
+        if not ticket.is_holding_decode:
+            return
+        ticket.is_holding_decode = False
+        if not ticket.is_first_token_seen:
+            self.fleet.prefilled(ticket.request, ticket.placement)
+        self.fleet.release_decode(ticket.placement)
+        self._release_prefill(ticket)
+        self.pump.offer()
+
+    def _release_prefill(self, ticket: Ticket) -> None:
+        if ticket.is_holding_prefill:
+            ticket.is_holding_prefill = False
+            self.fleet.release_prefill(ticket.request, ticket.placement)
+            self.pump.offer()
+
+    def _cached(self, request: Request) -> dict[int, int]:
+        """Prompt tokens that each engine is thought to hold, by row index."""
+        if not request.prefix:
+            return {}
+        tokens = request.prefix_tokens
+        most = request.prompt_tokens - 1
+        return {
+            index: min(tokens[depth - 1], most)
+            for index, depth in self.fleet.prefixes.match(request.prefix).items()
+            if depth
+        }
+
+    def _rights_of(self, call: Call, scope: Scope) -> _Rights:
+        catalog = self.fleet.catalog
+        if catalog.revision != self._rights_catalog:
+            self._rights.clear()
+            self._rights_catalog = catalog.revision
+        tenant = call.principal.tenant
+        key = (tenant.id + "\0" + tenant.tenant_class + "\0" + tenant.slo_class, call.model, scope)
+        rights = self._rights.get(key)
+        if rights is None:
+            terms = terms_for(self._bundle, tenant, ModelName(call.model), scope)
+            slo = catalog.slo_classes.get(SloClassName(terms.slo_class or tenant.slo_class))
+            rights = self._rights[key] = _Rights(
+                terms=terms,
+                slo=slo or catalog.slo_classes[tenant.slo_class],
+                regions=self.fleet.region_mask(terms.region_names),
+                gpu_types=self.fleet.gpu_mask(terms.gpu_type_names),
+            )
+            if len(self._rights) > TERMS_KEPT:
+                self._rights.popitem(last=False)
+        return rights
+
+    def _note_request(self, ticket: Ticket) -> None:
+        budget = self._retry_budget(ticket)
+        now_ms = int(monotonic_ms())
+        budget.note_request(now_ms)
+        if ticket.call.client_retries:
+            # The client's own retry spends from the same budget, whether or not there is any left.
+            budget.try_spend(now_ms)
+
+    def _retry_budget(self, ticket: Ticket) -> RetryBudget:
+        key = (ticket.request.tenant, ticket.request.model)
+        budget = self._retry_budgets.get(key)
+        if budget is None:
+            budget = self._retry_budgets[key] = RetryBudget()
+            if len(self._retry_budgets) > TERMS_KEPT:
+                self._retry_budgets.popitem(last=False)
+        return budget
+
+    def _row_of(self, engine_id: str | None) -> EngineRow | None:
+        if engine_id is None:
+            return None
+        return self.fleet.row_of(engine_id)
+
+    def _session_home(self, call: Call) -> EngineRow | None:
+        if call.session is None:
+            return None
+        return self._session_homes.get((call.principal.tenant.id, call.session))
+
+    def _remember_session(self, ticket: Ticket) -> None:
+        session = ticket.call.session
+        if session is None:
+            return
+        key = (ticket.request.tenant, session)
+        self._session_homes[key] = ticket.placement.decode
+        self._session_homes.move_to_end(key)
+        if len(self._session_homes) > SESSIONS_KEPT:
+            self._session_homes.popitem(last=False)
+
+    def _new_id(self) -> str:
+        self._calls += 1
+        return f"req-{self.replica_id}-{self._calls:x}"
+
+    def live_rows(self) -> Iterator[EngineRow]:
+        for entry in self.fleet.entries():
+            yield entry.row
+
+
+_NOTHING_USED = Usage(0, 0, 0, is_estimated=False)
+
+
+def _still_fits(request: Request, placement: Placement, now_ms: int) -> bool:
+    if not fits(placement.decode, placement.kv_tokens, now_ms):
+        return False
+    return placement.prefill is None or fits(placement.prefill, request.prompt_tokens, now_ms)
+
+
+def _no_money(whose: str, amount: int) -> Refuse:
+    return Refuse(
+        Reason.INSUFFICIENT_QUOTA,
+        f"{whose} does not cover the ${amount / 1e6:.6f} that this call may cost;"
+        " lower its token limit or ask the operator for more",
+    )

@@ -1,0 +1,144 @@
+"""The bus's side of the fleet: agents' reports come in, roll calls and commands go out."""
+
+import logging
+from typing import TypeVar
+
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from controlplane.bus import Bus
+from controlplane.domain.errors import BusUnavailable, StateUnavailable
+from controlplane.domain.ids import CommandId, NodeId
+from controlplane.runtime.call import monotonic_ms
+from controlplane.runtime.credits import CreditKeeper
+from controlplane.runtime.fleet_state import FleetState
+from controlplane.runtime.queue_pump import QueuePump
+from controlplane.store import catalog, commands
+from dataplane.protocol import subjects
+from dataplane.protocol.messages import (
+    Acknowledgement,
+    Beat,
+    Bye,
+    Hello,
+    ProtocolError,
+    Telemetry,
+    decode,
+)
+
+log = logging.getLogger(__name__)
+
+ROLL_CALL_INTERVAL_MS = 1_000
+
+
+class Agents:
+    """Subscriptions of one replica. A report that can not be understood is logged and dropped."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        fleet: FleetState,
+        keeper: CreditKeeper,
+        pump: QueuePump,
+        engine: AsyncEngine,
+    ) -> None:
+        self._bus = bus
+        self._fleet = fleet
+        self._keeper = keeper
+        self._pump = pump
+        self._engine = engine
+        self._rolled_ms = float("-inf")
+        self._declared: dict[str, tuple[int, tuple[object, ...]]] = {}
+
+    async def join(self) -> None:
+        """Subscribe, make the stream of commands, and ask who is there."""
+        await self._bus.subscribe(subjects.ALL_HELLOS, self._on_hello)
+        await self._bus.subscribe(subjects.ALL_BEATS, self._on_beat)
+        await self._bus.subscribe(subjects.ALL_BYES, self._on_bye)
+        await self._bus.subscribe(subjects.ALL_TELEMETRY, self._on_telemetry)
+        await self._bus.subscribe(subjects.ALL_ACKNOWLEDGEMENTS, self._on_acknowledgement)
+        self._bus.on_reconnect(self._rejoin)
+        await self._rejoin()
+
+    async def _rejoin(self) -> None:
+        self._fleet.grace(monotonic_ms())
+        try:
+            await self._bus.ensure_command_stream()
+        except BusUnavailable as error:
+            log.warning("command_stream_missing", extra={"fields": {"why": str(error)}})
+        await self.roll_call()
+        self._keeper.nudge()
+
+    async def roll_call(self) -> None:
+        """Ask every agent to say hello; at most once a second."""
+        now_ms = monotonic_ms()
+        if now_ms - self._rolled_ms < ROLL_CALL_INTERVAL_MS:
+            return
+        self._rolled_ms = now_ms
+        try:
+            await self._bus.publish(subjects.ROLL_CALL, b"{}")
+        except BusUnavailable:
+            return  # the reconnect asks again
+
+    async def _on_hello(self, subject: str, data: bytes) -> None:
+        message = _understood(subject, data, Hello)
+        if message is None or not self._fleet.hello(message, monotonic_ms()):
+            return
+        self._keeper.nudge()
+        self._pump.offer()
+        facts = (message.agent_epoch, tuple(message.engines))
+        if self._declared.get(message.node_id) == facts:
+            return
+        try:
+            await self._bus.ensure_command_consumer(message.node_id)
+            await catalog.upsert_engines(
+                self._engine, NodeId(message.node_id), message.agent_epoch, message.engines
+            )
+        except (BusUnavailable, StateUnavailable) as error:
+            log.warning(
+                "hello_not_recorded", extra={"fields": {"node": message.node_id, "why": str(error)}}
+            )
+            return
+        self._declared[message.node_id] = facts
+
+    async def _on_beat(self, subject: str, data: bytes) -> None:
+        message = _understood(subject, data, Beat)
+        if message is not None and not self._fleet.beat(message, monotonic_ms()):
+            await self.roll_call()
+
+    def _on_bye(self, subject: str, data: bytes) -> None:
+        message = _understood(subject, data, Bye)
+        if message is not None:
+            self._fleet.bye(message)
+
+    def _on_telemetry(self, subject: str, data: bytes) -> None:
+        message = _understood(subject, data, Telemetry)
+        if message is not None:
+            self._fleet.telemetry(message, monotonic_ms())
+
+    async def _on_acknowledgement(self, subject: str, data: bytes) -> None:
+        message = _understood(subject, data, Acknowledgement)
+        if message is None:
+            return
+        try:
+            await commands.finish(
+                self._engine, CommandId(message.command_id), str(message.state), message.detail
+            )
+        except StateUnavailable:
+            log.warning(
+                "acknowledgement_lost", extra={"fields": {"command": message.command_id}}
+            )
+
+
+_M = TypeVar("_M", Hello, Beat, Bye, Telemetry, Acknowledgement)
+
+
+def _understood(subject: str, data: bytes, kind: type[_M]) -> _M | None:
+    """The message, when it is one and comes from the node that it names."""
+    try:
+        message = decode(data, kind)
+    except ProtocolError as error:
+        log.warning("message_refused", extra={"fields": {"subject": subject, "why": str(error)}})
+        return None
+    if message.node_id != subjects.node_of(subject):
+        log.warning("message_forged", extra={"fields": {"subject": subject}})
+        return None
+    return message

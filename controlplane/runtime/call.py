@@ -1,0 +1,100 @@
+"""What the gateway read off the wire, before anything is decided; and what it is given when it may go on."""
+
+import time
+from dataclasses import dataclass
+
+from controlplane.domain.catalog import Model, Principal
+from controlplane.domain.decision import Placement
+from controlplane.domain.fleet import EngineRow
+from controlplane.domain.request import Request
+
+Address = tuple[str, int]
+
+
+def monotonic_ms() -> float:
+    """Milliseconds of the one clock that every instant in the process is measured by."""
+    return time.monotonic() * 1000.0
+
+
+def wall_ms() -> float:
+    """Milliseconds since the epoch, for what is written down; never for measuring."""
+    return time.time() * 1000.0
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of a tenant. `prefix_bytes` is the JSON of its messages or prompt as it was sent.
+
+    `deadline_ms` is relative to `received_ms`; `tools_digest` separates prompts that differ only in
+    their tools; `completion_tokens_max` is the tenant's own limit, None when it set none.
+    """
+
+    principal: Principal
+    endpoint: str
+    model: str
+    is_stream: bool
+    prompt_bytes: int
+    prefix_bytes: bytes
+    tools_digest: int
+    completion_tokens_max: int | None
+    n: int
+    workflow: str | None
+    step: int | None
+    session: str | None
+    deadline_ms: int | None
+    completion_tokens_hint: int | None
+    priority_hint: int | None
+    client_retries: int
+    is_single_engine: bool
+    received_ms: float
+
+
+class Ticket:
+    """One accepted request, from admission to settlement. Owned by the task that serves it.
+
+    `is_holding_prefill` and `is_holding_decode` say which credits are still taken;
+    `is_settled` makes settlement happen once.
+    """
+
+    __slots__ = (
+        "attempt", "attempts_failed", "cache_salt", "call", "completion_tokens_max", "decided_ms", "decode_url", "id",
+        "is_first_token_seen", "is_holding_decode", "is_holding_prefill", "is_settled", "model", "opened_at_s",
+        "placement", "prefill_url", "queue_ms", "request", "reserved_micro_usd", "tenant_budget", "workflow_budget",
+    )  # fmt: skip
+
+    # Set by the gate before it hands the ticket out.
+    placement: Placement
+
+    def __init__(
+        self,
+        *,
+        call: Call,
+        request: Request,
+        model: Model,
+        completion_tokens_max: int,
+        cache_salt: str,
+        reserved_micro_usd: int,
+        tenant_budget: str,
+        workflow_budget: str | None,
+        opened_at_s: float,
+    ) -> None:
+        self.id = request.id
+        self.call = call
+        self.request = request
+        self.model = model
+        self.completion_tokens_max = completion_tokens_max
+        self.cache_salt = cache_salt
+        self.reserved_micro_usd = reserved_micro_usd
+        self.tenant_budget = tenant_budget
+        self.workflow_budget = workflow_budget
+        self.opened_at_s = opened_at_s
+        self.prefill_url: Address | None = None
+        self.decode_url: Address = ("", 0)
+        self.attempt = 0
+        self.attempts_failed: tuple[EngineRow, ...] = ()
+        self.decided_ms = 0.0
+        self.queue_ms = 0.0
+        self.is_holding_prefill = False
+        self.is_holding_decode = False
+        self.is_first_token_seen = False
+        self.is_settled = False

@@ -1,0 +1,147 @@
+"""Every decision of this replica: kept cheaply, explained on demand from the rows as they stood.
+
+A request costs one small tuple here. Candidates are worked out again only when somebody asks, and
+for refusals and the sampled share, which are written to Postgres with their full record.
+"""
+
+from collections import OrderedDict, deque
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import xxhash
+
+from controlplane.domain.decision import Admit, Decision, Explanation, Placement, Queue, Reason, Refuse
+from controlplane.domain.request import Request
+from controlplane.runtime.call import wall_ms
+from controlplane.runtime.fleet_state import FleetState
+from controlplane.scheduler.explain import explain
+from controlplane.store.journal import DecisionRow, Journal
+
+DECISIONS_KEPT = 20_000
+SAMPLE_ONE_IN = 32
+RECORDS_PENDING_MAX = 1_000
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """What a decision was made from: the request, the tick of the fleet, the cached prompt tokens."""
+
+    request: Request
+    tick: int
+    cached: Mapping[int, int]
+    now_ms: int
+    decision: Decision
+    number: int
+    wall_ms: float
+    revision: str
+
+
+class DecisionLog:
+    def __init__(self, fleet: FleetState, journal: Journal, replica_id: str) -> None:
+        self._fleet = fleet
+        self._journal = journal
+        self._replica_id = replica_id
+        self._kept: OrderedDict[str, Decided] = OrderedDict()
+        self._pending: deque[Decided] = deque()
+
+    def record(
+        self,
+        request: Request,
+        cached: Mapping[int, int],
+        decision: Decision,
+        *,
+        now_ms: int,
+        number: int,
+        revision: str,
+    ) -> None:
+        """Remember a decision, made just now and not yet committed to the rows."""
+        decided = Decided(
+            request, self._fleet.ticks.mark(), cached, now_ms, decision, number, wall_ms(), revision
+        )
+        self._kept[request.id] = decided
+        if len(self._kept) > DECISIONS_KEPT:
+            self._kept.popitem(last=False)
+        is_sampled = xxhash.xxh3_64_intdigest(request.id) % SAMPLE_ONE_IN == 0
+        if is_sampled or isinstance(decision, Refuse):
+            if len(self._pending) < RECORDS_PENDING_MAX:
+                self._pending.append(decided)
+                return
+        self._journal.decided(self._row(decided, None))
+
+    def write_records(self) -> None:
+        """Work out and journal the full records that wait, off the request path."""
+        while self._pending:
+            decided = self._pending.popleft()
+            explanation = self._explain(decided)
+            record = None if explanation is None else _as_json(explanation, decided.request)
+            self._journal.decided(self._row(decided, record))
+
+    def explain(self, request_id: str) -> Explanation | None:
+        """The candidates of a decision still remembered here, or None."""
+        decided = self._kept.get(request_id)
+        return None if decided is None else self._explain(decided)
+
+    def _explain(self, decided: Decided) -> Explanation | None:
+        rows = self._fleet.ticks.rows_at(decided.tick, self._fleet.rows_for(decided.request.model))
+        if rows is None:
+            return None
+        winner, reason = _verdict(decided.decision)
+        return explain(decided.request, rows, decided.cached, decided.now_ms, winner, reason)
+
+    def _row(self, decided: Decided, record: dict[str, Any] | None) -> DecisionRow:
+        winner, reason = _verdict(decided.decision)
+        match decided.decision:
+            case Admit():
+                verdict = "admit"
+            case Queue():
+                verdict = "queue"
+            case Refuse():
+                verdict = "refuse"
+        return DecisionRow(
+            request_id=decided.request.id,
+            number=decided.number,
+            replica_id=self._replica_id,
+            verdict=verdict,
+            reason=None if reason is None else str(reason),
+            decode_engine_id=None if winner is None else winner.decode.engine_id,
+            prefill_engine_id=None
+            if winner is None or winner.prefill is None
+            else winner.prefill.engine_id,
+            cost_micro_usd=None if winner is None else winner.cost_micro_usd,
+            ttft_ms_predicted=None if winner is None else winner.ttft_ms_predicted,
+            cached_tokens_predicted=None if winner is None else winner.cached_tokens,
+            policy_revision=decided.revision,
+            decided_at=datetime.fromtimestamp(decided.wall_ms / 1000.0, UTC),
+            record=record,
+        )
+
+
+def _verdict(decision: Decision) -> tuple[Placement | None, Reason | None]:
+    match decision:
+        case Admit(placement):
+            return placement, None
+        case Queue(reason):
+            return None, reason
+        case Refuse(reason=reason):
+            return None, reason
+
+
+def _as_json(explanation: Explanation, request: Request) -> dict[str, Any]:
+    """The explanation as members of JSON; an infinite cost becomes null, its objection says why."""
+    record = asdict(explanation)
+    for candidate in record["candidates"]:
+        candidate["cost_micro_usd"] = _finite(candidate["cost_micro_usd"])
+        candidate["ttft_ms_predicted"] = _finite(candidate["ttft_ms_predicted"])
+        candidate["e2e_ms_predicted"] = _finite(candidate["e2e_ms_predicted"])
+        for axis in candidate["axes"]:
+            axis["cost_micro_usd"] = _finite(axis["cost_micro_usd"])
+    record["tenant"] = request.tenant
+    record["prompt_tokens"] = request.prompt_tokens
+    record["completion_tokens_max"] = request.completion_tokens_max
+    return record
+
+
+def _finite(value: float) -> float | None:
+    return value if value == value and abs(value) != float("inf") else None  # noqa: PLR0124

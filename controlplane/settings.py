@@ -1,0 +1,34 @@
+"""The only reader of the environment. Every limit has a name and a unit."""
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, SecretStr
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+
+class Settings(BaseSettings):
+    """Settings of `headway serve`, from the environment (`HEADWAY_…`, `DATABASE_URL`, `NATS_URL`)."""
+
+    model_config = SettingsConfigDict(env_prefix="HEADWAY_", extra="ignore", frozen=True)
+
+    database_url: Annotated[SecretStr, Field(validation_alias="DATABASE_URL")]
+    nats_url: Annotated[str, Field(validation_alias="NATS_URL")]
+    nats_user: str = ""
+    nats_password: SecretStr = SecretStr("")
+    # Key of the digests under which API keys are stored; changing it voids every key.
+    pepper: Annotated[SecretStr, Field(min_length=16)]
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535)] = 8080
+    policies_path: Path | None = None
+
+    replica_ttl_s: Annotated[float, Field(gt=0)] = 6.0
+    leader_ttl_s: Annotated[float, Field(gt=0)] = 6.0
+    node_silence_s_max: Annotated[float, Field(gt=0)] = 4.0
+    queue_calls_max: Annotated[int, Field(ge=0)] = 1024
+    queue_bytes_max: Annotated[int, Field(ge=0)] = 256 * 1024 * 1024
+    queue_wait_ms_max: Annotated[int, Field(ge=0)] = 30_000
+    budget_slice_micro_usd: Annotated[int, Field(gt=0)] = 100_000
+    drain_s_max: Annotated[float, Field(ge=0)] = 30.0
+    trace_sample_ratio: Annotated[float, Field(ge=0, le=1)] = 0.01
+    otlp_endpoint: Annotated[str, Field(validation_alias="OTEL_EXPORTER_OTLP_ENDPOINT")] = ""

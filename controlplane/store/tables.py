@@ -1,0 +1,362 @@
+"""Every table, with the constraints that hold the invariants.
+
+Money is whole micro-dollars (BIGINT). Instants are `timestamptz` by the database's clock.
+"""
+
+from sqlalchemy import (
+    BigInteger,
+    Boolean,
+    CheckConstraint,
+    Column,
+    DateTime,
+    Double,
+    ForeignKey,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    SmallInteger,
+    String,
+    Table,
+    Text,
+    UniqueConstraint,
+    func,
+    text,
+)
+from sqlalchemy.dialects.postgresql import JSONB
+
+metadata = MetaData(
+    naming_convention={
+        "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+        "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+        "ck": "ck_%(table_name)s_%(constraint_name)s",
+        "fk": "fk_%(table_name)s_%(column_0_name)s_%(referred_table_name)s",
+        "pk": "pk_%(table_name)s",
+    }
+)
+
+TERMINAL_REQUEST_STATES = ("succeeded", "failed", "cancelled", "refused", "expired", "lost")
+TERMINAL_WORKFLOW_STATES = ("succeeded", "failed", "cancelled", "expired")
+
+
+def _one_of(column: str, values: tuple[str, ...]) -> str:
+    return f"{column} IN ({', '.join(repr(value) for value in values)})"
+
+
+def _created() -> "Column[object]":
+    return Column(
+        "created_at", DateTime(timezone=True), nullable=False, server_default=func.now()
+    )
+
+
+# ---------------------------------------------------------------- what operators declare
+
+# One row; every change of a declaration raises it, so that replicas know to read again.
+catalog_revision = Table(
+    "catalog_revision",
+    metadata,
+    Column("id", SmallInteger, primary_key=True, server_default=text("1")),
+    Column("revision", BigInteger, nullable=False, server_default=text("1")),
+    CheckConstraint("id = 1", name="one_row"),
+)
+
+regions = Table("regions", metadata, Column("name", String(63), primary_key=True), _created())
+
+gpu_types = Table(
+    "gpu_types",
+    metadata,
+    Column("name", String(63), primary_key=True),
+    Column("hbm_bytes", BigInteger, nullable=False),
+    Column("bandwidth_bytes_per_s", Double, nullable=False),
+    Column("flops_per_s", Double, nullable=False),
+    Column("price_micro_usd_per_hour", BigInteger, nullable=False),
+    Column("price_source", Text, nullable=False),
+    Column("price_date", String(10), nullable=False),
+    CheckConstraint("hbm_bytes > 0 AND bandwidth_bytes_per_s > 0 AND flops_per_s > 0", name="rates"),
+    CheckConstraint("price_micro_usd_per_hour >= 0", name="price"),
+)
+
+nodes = Table(
+    "nodes",
+    metadata,
+    Column("id", String(63), primary_key=True),
+    Column("region", ForeignKey("regions.name"), nullable=False),
+    Column("gpu_type", ForeignKey("gpu_types.name"), nullable=False),
+    Column("gpus", Integer, nullable=False),
+    Column("address", String(253), nullable=False),
+    Column("is_cordoned", Boolean, nullable=False, server_default=text("false")),
+    Column("agent_epoch", BigInteger, nullable=False, server_default=text("0")),
+    Column("last_seen_at", DateTime(timezone=True)),
+    _created(),
+    CheckConstraint("gpus > 0", name="gpus"),
+)
+
+models = Table(
+    "models",
+    metadata,
+    Column("name", String(255), primary_key=True),
+    Column("parameters", BigInteger, nullable=False),
+    Column("layers", Integer, nullable=False),
+    Column("hidden_size", Integer, nullable=False),
+    Column("weights_bytes", BigInteger, nullable=False),
+    Column("kv_bytes_per_token", BigInteger, nullable=False),
+    Column("context_tokens_max", Integer, nullable=False),
+    Column("load_ms", Integer, nullable=False),
+    Column("price_prompt_micro_usd_per_mtok", BigInteger, nullable=False),
+    Column("price_cached_micro_usd_per_mtok", BigInteger, nullable=False),
+    Column("price_completion_micro_usd_per_mtok", BigInteger, nullable=False),
+    CheckConstraint(
+        "parameters > 0 AND layers > 0 AND hidden_size > 0 AND weights_bytes > 0"
+        " AND kv_bytes_per_token > 0 AND context_tokens_max > 0 AND load_ms >= 0",
+        name="sizes",
+    ),
+    CheckConstraint(
+        "price_prompt_micro_usd_per_mtok >= 0 AND price_cached_micro_usd_per_mtok >= 0"
+        " AND price_completion_micro_usd_per_mtok >= 0",
+        name="prices",
+    ),
+)
+
+# What agents last declared; the live state is in the replicas' memory.
+engines = Table(
+    "engines",
+    metadata,
+    Column("id", String(127), primary_key=True),
+    Column("node_id", ForeignKey("nodes.id", ondelete="CASCADE"), nullable=False),
+    Column("model", ForeignKey("models.name"), nullable=False),
+    Column("role", String(15), nullable=False),
+    Column("kind", String(31), nullable=False),
+    Column("port", Integer, nullable=False),
+    Column("gpus", Integer, nullable=False),
+    Column("seats", Integer, nullable=False),
+    Column("kv_tokens", BigInteger, nullable=False),
+    Column("state", String(15), nullable=False),
+    Column("updated_at", DateTime(timezone=True), nullable=False, server_default=func.now()),
+    CheckConstraint(_one_of("role", ("prefill", "decode", "both")), name="role"),
+    CheckConstraint(
+        _one_of("state", ("starting", "serving", "draining", "stopped", "failed")), name="state"
+    ),
+)
+
+slo_classes = Table(
+    "slo_classes",
+    metadata,
+    Column("name", String(63), primary_key=True),
+    Column("ttft_ms_max", Integer, nullable=False),
+    Column("tpot_ms_max", Integer, nullable=False),
+    Column("e2e_ms_max", Integer, nullable=False),
+    Column("value_micro_usd", BigInteger, nullable=False),
+    Column("late_micro_usd_per_s", BigInteger, nullable=False),
+    CheckConstraint("ttft_ms_max > 0 AND tpot_ms_max > 0 AND e2e_ms_max > 0", name="targets"),
+)
+
+# ---------------------------------------------------------------- tenants and money
+
+# An account of a tenant or a workflow. INVARIANT I2 is the CHECK: it holds whatever a program does.
+budgets = Table(
+    "budgets",
+    metadata,
+    Column("id", String(127), primary_key=True),  # "tenant:<id>" or "workflow:<id>"
+    Column("limit_micro_usd", BigInteger, nullable=False),
+    Column("spent_micro_usd", BigInteger, nullable=False, server_default=text("0")),
+    Column("reserved_micro_usd", BigInteger, nullable=False, server_default=text("0")),
+    CheckConstraint("spent_micro_usd + reserved_micro_usd <= limit_micro_usd", name="within_limit"),
+    CheckConstraint("spent_micro_usd >= 0 AND reserved_micro_usd >= 0", name="not_negative"),
+)
+
+# The slice of an account that one replica may spend without asking. Sum over replicas = reserved.
+budget_leases = Table(
+    "budget_leases",
+    metadata,
+    Column("budget_id", ForeignKey("budgets.id", ondelete="CASCADE"), primary_key=True),
+    Column("replica_id", ForeignKey("replicas.id"), primary_key=True),
+    Column("amount_micro_usd", BigInteger, nullable=False),
+    CheckConstraint("amount_micro_usd >= 0", name="not_negative"),
+)
+
+tenants = Table(
+    "tenants",
+    metadata,
+    Column("id", String(63), primary_key=True),
+    Column("name", Text, nullable=False),
+    Column("tenant_class", String(63), nullable=False),
+    Column("slo_class", ForeignKey("slo_classes.name"), nullable=False),
+    Column("budget_id", ForeignKey("budgets.id"), nullable=False, unique=True),
+    Column("cache_salt", String(64), nullable=False),
+    Column("is_disabled", Boolean, nullable=False, server_default=text("false")),
+    _created(),
+)
+
+# Keys of tenants and of operators. Only a keyed digest of a key is ever stored.
+api_keys = Table(
+    "api_keys",
+    metadata,
+    Column("id", String(31), primary_key=True),
+    Column("digest", LargeBinary(32), nullable=False, unique=True),
+    Column("tenant_id", ForeignKey("tenants.id", ondelete="CASCADE")),
+    Column("operator_role", String(15)),
+    Column("name", Text, nullable=False),
+    _created(),
+    Column("revoked_at", DateTime(timezone=True)),
+    CheckConstraint("(tenant_id IS NULL) <> (operator_role IS NULL)", name="one_owner"),
+    CheckConstraint(_one_of("operator_role", ("viewer", "operator", "admin")), name="role"),
+)
+
+# ---------------------------------------------------------------- replicas and leadership
+
+replicas = Table(
+    "replicas",
+    metadata,
+    Column("id", String(63), primary_key=True),
+    Column("started_at", DateTime(timezone=True), nullable=False, server_default=func.now()),
+    Column("last_seen_at", DateTime(timezone=True), nullable=False, server_default=func.now()),
+    Column("ended_at", DateTime(timezone=True)),
+)
+
+leader = Table(
+    "leader",
+    metadata,
+    Column("id", SmallInteger, primary_key=True, server_default=text("1")),
+    Column("holder", String(63)),
+    Column("epoch", BigInteger, nullable=False, server_default=text("0")),
+    Column("expires_at", DateTime(timezone=True), nullable=False, server_default=func.now()),
+    CheckConstraint("id = 1", name="one_row"),
+)
+
+commands = Table(
+    "commands",
+    metadata,
+    Column("id", String(63), primary_key=True),
+    Column("node_id", ForeignKey("nodes.id", ondelete="CASCADE"), nullable=False),
+    Column("engine_id", String(127), nullable=False),
+    Column("kind", String(15), nullable=False),
+    Column("epoch", BigInteger, nullable=False),
+    Column("body", JSONB, nullable=False),
+    Column("state", String(15), nullable=False, server_default=text("'pending'")),
+    Column("detail", Text, nullable=False, server_default=text("''")),
+    _created(),
+    Column("sent_at", DateTime(timezone=True)),
+    Column("ended_at", DateTime(timezone=True)),
+    CheckConstraint(
+        _one_of("state", ("pending", "sent", "done", "failed", "stale_epoch")), name="state"
+    ),
+    Index("ix_commands_unsent", "created_at", postgresql_where=text("state = 'pending'")),
+)
+
+# ---------------------------------------------------------------- workflows and requests
+
+workflows = Table(
+    "workflows",
+    metadata,
+    Column("id", String(63), primary_key=True),
+    Column("tenant_id", ForeignKey("tenants.id"), nullable=False),
+    Column("kind", String(63), nullable=False),
+    Column("scope", String(15), nullable=False),
+    Column("steps_expected", Integer, nullable=False),
+    Column("slo_class", ForeignKey("slo_classes.name"), nullable=False),
+    Column("budget_id", ForeignKey("budgets.id")),
+    Column("deadline_at", DateTime(timezone=True), nullable=False),
+    Column("state", String(15), nullable=False, server_default=text("'running'")),
+    Column("outcome_detail", Text, nullable=False, server_default=text("''")),
+    _created(),
+    Column("ended_at", DateTime(timezone=True)),
+    CheckConstraint(_one_of("state", ("running", *TERMINAL_WORKFLOW_STATES)), name="state"),
+    CheckConstraint("(state = 'running') = (ended_at IS NULL)", name="ended"),
+    CheckConstraint("steps_expected > 0", name="steps"),
+    CheckConstraint(_one_of("scope", ("chat", "copilot", "research", "autonomous")), name="scope"),
+    Index("ix_workflows_tenant_id_created_at", "tenant_id", "created_at"),
+    Index("ix_workflows_running", "deadline_at", postgresql_where=text("state = 'running'")),
+)
+
+workflow_steps = Table(
+    "workflow_steps",
+    metadata,
+    Column("workflow_id", ForeignKey("workflows.id", ondelete="CASCADE"), primary_key=True),
+    Column("step", Integer, primary_key=True),
+    Column("calls", Integer, nullable=False, server_default=text("0")),
+    Column("calls_succeeded", Integer, nullable=False, server_default=text("0")),
+    Column("spent_micro_usd", BigInteger, nullable=False, server_default=text("0")),
+    CheckConstraint("step >= 0 AND calls >= 0 AND calls_succeeded <= calls", name="counts"),
+)
+
+# INVARIANT I1: `state` leaves 'open' once (guarded by the journal's UPDATE) and the ledger has one
+# settlement per request (its primary key). A call without a workflow is a workflow of one step.
+requests = Table(
+    "requests",
+    metadata,
+    Column("id", String(63), primary_key=True),
+    Column("tenant_id", ForeignKey("tenants.id"), nullable=False),
+    Column("key_id", String(31), nullable=False),
+    Column("replica_id", ForeignKey("replicas.id"), nullable=False),
+    Column("workflow_id", ForeignKey("workflows.id")),
+    Column("step", Integer, nullable=False),
+    Column("model", String(255), nullable=False),
+    Column("endpoint", String(31), nullable=False),
+    Column("is_stream", Boolean, nullable=False),
+    Column("state", String(15), nullable=False, server_default=text("'open'")),
+    Column("reason", String(63)),
+    Column("prompt_tokens", Integer, nullable=False, server_default=text("0")),
+    Column("cached_tokens", Integer, nullable=False, server_default=text("0")),
+    Column("completion_tokens", Integer, nullable=False, server_default=text("0")),
+    Column("is_usage_estimated", Boolean, nullable=False, server_default=text("false")),
+    Column("ttft_ms", Double),
+    Column("tpot_ms", Double),
+    Column("e2e_ms", Double),
+    Column("queue_ms", Double),
+    Column("reserved_micro_usd", BigInteger, nullable=False, server_default=text("0")),
+    Column("settled_micro_usd", BigInteger),
+    Column("opened_at", DateTime(timezone=True), nullable=False),
+    Column("ended_at", DateTime(timezone=True)),
+    CheckConstraint(_one_of("state", ("open", *TERMINAL_REQUEST_STATES)), name="state"),
+    CheckConstraint("(state = 'open') = (ended_at IS NULL)", name="ended"),
+    CheckConstraint("(state = 'open') = (settled_micro_usd IS NULL)", name="settled"),
+    Index("ix_requests_open", "replica_id", postgresql_where=text("state = 'open'")),
+    Index("ix_requests_opened_at", "opened_at"),
+    Index("ix_requests_workflow_id", "workflow_id"),
+)
+
+attempts = Table(
+    "attempts",
+    metadata,
+    Column("request_id", ForeignKey("requests.id", ondelete="CASCADE"), primary_key=True),
+    Column("number", SmallInteger, primary_key=True),
+    Column("leg", String(15), primary_key=True),  # "whole", "prefill" or "decode"
+    Column("engine_id", String(127), nullable=False),
+    Column("outcome", String(31), nullable=False),
+    Column("detail", Text, nullable=False, server_default=text("''")),
+)
+
+# Append-only: one settlement per request. Triggers refuse UPDATE and DELETE.
+ledger = Table(
+    "ledger",
+    metadata,
+    Column("request_id", ForeignKey("requests.id"), primary_key=True),
+    Column("tenant_id", ForeignKey("tenants.id"), nullable=False),
+    Column("workflow_id", ForeignKey("workflows.id")),
+    Column("amount_micro_usd", BigInteger, nullable=False),
+    Column("settled_at", DateTime(timezone=True), nullable=False, server_default=func.now()),
+    CheckConstraint("amount_micro_usd >= 0", name="not_negative"),
+    Index("ix_ledger_tenant_id_settled_at", "tenant_id", "settled_at"),
+)
+
+# One row per decision; `record` holds every candidate for refusals and for the sampled share.
+decisions = Table(
+    "decisions",
+    metadata,
+    Column("request_id", String(63), nullable=False),
+    Column("number", SmallInteger, nullable=False),
+    Column("replica_id", String(63), nullable=False),
+    Column("verdict", String(15), nullable=False),
+    Column("reason", String(63)),
+    Column("decode_engine_id", String(127)),
+    Column("prefill_engine_id", String(127)),
+    Column("cost_micro_usd", Double),
+    Column("ttft_ms_predicted", Double),
+    Column("cached_tokens_predicted", Integer),
+    Column("policy_revision", String(64), nullable=False),
+    Column("decided_at", DateTime(timezone=True), nullable=False),
+    Column("record", JSONB),
+    UniqueConstraint("request_id", "number"),
+    CheckConstraint(_one_of("verdict", ("admit", "queue", "refuse")), name="verdict"),
+    Index("ix_decisions_decided_at", "decided_at"),
+)

@@ -1,0 +1,198 @@
+"""Every message on the bus, as msgspec structs encoded to JSON. At most 64 KiB each.
+
+A message carries `v`, its major version. `decode` refuses an unknown major; unknown members of a
+known major are ignored, so that minor additions pass.
+"""
+
+from enum import StrEnum
+from typing import TypeVar
+
+import msgspec
+
+MAJOR = 1
+MESSAGE_BYTES_MAX = 64 * 1024
+
+_M = TypeVar("_M", bound=msgspec.Struct)
+
+
+class ProtocolError(Exception):
+    """A message that can not be understood."""
+
+
+class EngineState(StrEnum):
+    STARTING = "starting"
+    SERVING = "serving"
+    DRAINING = "draining"
+    STOPPED = "stopped"
+    FAILED = "failed"
+
+
+class CommandKind(StrEnum):
+    LOAD = "load"
+    UNLOAD = "unload"
+    DRAIN = "drain"
+    STOP = "stop"
+
+
+class CommandState(StrEnum):
+    DONE = "done"
+    FAILED = "failed"
+    STALE_EPOCH = "stale_epoch"
+
+
+class EngineFacts(msgspec.Struct, kw_only=True, frozen=True):
+    """An engine as its agent declares it. The host is the node's registered address, never from here."""
+
+    engine_id: str
+    model: str
+    role: str
+    port: int
+    kind: str
+    state: EngineState
+    gpus: int
+    seats: int
+    kv_tokens: int
+    block_tokens: int
+    context_tokens_max: int
+    started_ms: int
+
+
+class Hello(msgspec.Struct, kw_only=True, frozen=True):
+    """An agent introduces itself: at start, after a reconnect, and when its engines change.
+
+    `agent_epoch` grows with every start of the agent. Credits of an older epoch are void.
+    """
+
+    v: int = MAJOR
+    node_id: str
+    agent_epoch: int
+    version: str
+    engines: list[EngineFacts]
+
+
+class Beat(msgspec.Struct, kw_only=True, frozen=True):
+    """Sign of life, once a second. A changed `state_digest` means that a hello follows."""
+
+    v: int = MAJOR
+    node_id: str
+    agent_epoch: int
+    engine_states: dict[str, EngineState]
+
+
+class Bye(msgspec.Struct, kw_only=True, frozen=True):
+    v: int = MAJOR
+    node_id: str
+    agent_epoch: int
+
+
+class EngineTelemetry(msgspec.Struct, kw_only=True, frozen=True):
+    """Gauges now, and counters since the engine's start. Ratio in 0..1, sums in seconds, counts in requests."""
+
+    engine_id: str
+    running: int
+    waiting: int
+    kv_used_ratio: float
+    prefix_queries_tokens: int = 0
+    prefix_hits_tokens: int = 0
+    preemptions: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    ttft_seconds_sum: float = 0.0
+    ttft_count: int = 0
+    itl_seconds_sum: float = 0.0
+    itl_count: int = 0
+
+
+class Telemetry(msgspec.Struct, kw_only=True, frozen=True):
+    v: int = MAJOR
+    node_id: str
+    agent_epoch: int
+    engines: list[EngineTelemetry]
+
+
+class CreditRequest(msgspec.Struct, kw_only=True, frozen=True):
+    """A replica asks for, renews or returns credits of every engine of one node, in one message.
+
+    `wants` maps engine id to the total the replica wants to hold (seats, kv_tokens), never to an
+    increment, so that a repeated or lost message changes nothing. Zero returns everything.
+    """
+
+    v: int = MAJOR
+    replica_id: str
+    wants: dict[str, tuple[int, int]]
+
+
+class CreditGrant(msgspec.Struct, kw_only=True, frozen=True):
+    """The totals that the replica holds from now on, for `ttl_ms` counted from when it asked."""
+
+    v: int = MAJOR
+    node_id: str
+    agent_epoch: int
+    ttl_ms: int
+    holds: dict[str, tuple[int, int]]
+
+
+class EngineSpec(msgspec.Struct, kw_only=True, frozen=True):
+    """What a load command starts. `options` are settings of the engine kind, checked by its adapter."""
+
+    engine_id: str
+    kind: str
+    model: str
+    role: str
+    gpus: int
+    options: dict[str, str | int | float | bool] = {}
+
+
+class Command(msgspec.Struct, kw_only=True, frozen=True):
+    """Told by the leader. Obeyed once: a repeated `command_id` is answered with the first result.
+
+    `epoch` is the leader's; an agent refuses a lower one than it has seen. `deadline_s` bounds a drain.
+    """
+
+    v: int = MAJOR
+    command_id: str
+    epoch: int
+    kind: CommandKind
+    engine_id: str
+    deadline_s: float = 30.0
+    spec: EngineSpec | None = None
+
+
+class Acknowledgement(msgspec.Struct, kw_only=True, frozen=True):
+    v: int = MAJOR
+    node_id: str
+    agent_epoch: int
+    command_id: str
+    state: CommandState
+    detail: str = ""
+
+
+_encoder = msgspec.json.Encoder()
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    """JSON bytes of a message. Raises ProtocolError when it is over MESSAGE_BYTES_MAX."""
+    data = _encoder.encode(message)
+    if len(data) > MESSAGE_BYTES_MAX:
+        msg = f"a {type(message).__name__} of {len(data)} bytes is over the limit of {MESSAGE_BYTES_MAX}"
+        raise ProtocolError(msg)
+    return data
+
+
+class _Version(msgspec.Struct):
+    v: int = 0
+
+
+def decode(data: bytes, kind: type[_M]) -> _M:
+    """The message in `data`. Raises ProtocolError on an unknown major version or a wrong shape."""
+    if len(data) > MESSAGE_BYTES_MAX:
+        msg = f"a message of {len(data)} bytes is over the limit of {MESSAGE_BYTES_MAX}"
+        raise ProtocolError(msg)
+    try:
+        version = msgspec.json.decode(data, type=_Version).v
+        if version != MAJOR:
+            msg = f"{kind.__name__} has major version {version}; this program speaks {MAJOR}"
+            raise ProtocolError(msg)
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"{kind.__name__}: {error}") from error
