@@ -9,6 +9,7 @@ import signal
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from importlib.metadata import version
 
 from sqlalchemy.ext.asyncio import AsyncEngine
 
@@ -19,7 +20,9 @@ from controlplane.domain.errors import StateUnavailable
 from controlplane.domain.ids import ReplicaId
 from controlplane.gateway.hot_path import HotPath
 from controlplane.gateway.server import make_server
+from controlplane.gateway.sweeper import Sweeper
 from controlplane.gateway.upstream import Upstream
+from controlplane.runtime import gauges
 from controlplane.runtime.accounts import Accounts
 from controlplane.runtime.admit import Gate
 from controlplane.runtime.agents import Agents
@@ -28,7 +31,6 @@ from controlplane.runtime.decision_log import DecisionLog
 from controlplane.runtime.estimates import Estimates
 from controlplane.runtime.fleet_state import FleetState
 from controlplane.runtime.loops import Leadership, Loops
-from controlplane.runtime.observer import MetricsObserver, watch_fleet
 from controlplane.runtime.principals import Principals
 from controlplane.runtime.queue_pump import QueuePump
 from controlplane.runtime.workflow_state import WorkflowStates
@@ -40,6 +42,9 @@ from controlplane.store.catalog import load_catalog
 from controlplane.store.journal import Journal
 from controlplane.store.session import make_engine
 from controlplane.telemetry.metrics import Metrics
+from controlplane.telemetry.observer import GateObserver
+from controlplane.telemetry.otlp import OtlpMetrics, resource_of, span_processor
+from controlplane.telemetry.tracing import Tracing
 from policies.load import load_bundle
 
 log = logging.getLogger(__name__)
@@ -60,6 +65,7 @@ class Replica:
     journal: Journal
     accounts: Accounts
     metrics: Metrics
+    sweeper: Sweeper
     app: HotPath
 
 
@@ -121,9 +127,9 @@ async def running_replica(settings: Settings) -> AsyncIterator[Replica]:
             estimates=Estimates(),
             pump=pump,
             bundle=bundle,
-            observer=MetricsObserver(metrics),
+            observer=GateObserver(metrics),
         )
-        watch_fleet(metrics, gate, journal)
+        gauges.watch(metrics, gate, journal)
         agents = Agents(bus, fleet, keeper, pump, engine)
         leader = Leadership(engine, replica_id, settings.leader_ttl_s)
         loops = Loops(
@@ -140,8 +146,10 @@ async def running_replica(settings: Settings) -> AsyncIterator[Replica]:
             replica_ttl_s=settings.replica_ttl_s,
             node_silence_ms_max=settings.node_silence_s_max * 1000.0,
         )
-        upstream = Upstream()
-        stack.push_async_callback(upstream.close)
+        sweeper = Sweeper()
+        upstream = Upstream(sweeper)
+        stack.callback(upstream.close)
+        tracing = _tracing(stack, settings, metrics, replica_id)
         services = Services(
             engine=engine,
             pepper=pepper,
@@ -154,7 +162,7 @@ async def running_replica(settings: Settings) -> AsyncIterator[Replica]:
             bus=bus,
             leader=leader,
         )
-        app = HotPath(gate, upstream, metrics, create_app(services))
+        app = HotPath(gate, upstream, metrics, create_app(services), tracing=tracing)
 
         async def converse() -> None:
             await bus.connect()
@@ -162,12 +170,14 @@ async def running_replica(settings: Settings) -> AsyncIterator[Replica]:
             await keeper.run(pump.offer)
 
         writer = asyncio.create_task(journal.run())
-        tasks = [asyncio.create_task(_run(loop)) for loop in (*loops.all(), converse())]
+        tasks = [
+            asyncio.create_task(_run(loop)) for loop in (*loops.all(), sweeper.run(), converse())
+        ]
         gc.collect()
         gc.freeze()
         gc.set_threshold(*GC_THRESHOLDS)
         try:
-            yield Replica(replica_id, gate, fleet, journal, accounts, metrics, app)
+            yield Replica(replica_id, gate, fleet, journal, accounts, metrics, sweeper, app)
         finally:
             gate.is_draining = True
             await _until_empty(gate, settings.drain_s_max)
@@ -184,6 +194,20 @@ async def running_replica(settings: Settings) -> AsyncIterator[Replica]:
             await bus.close()
 
 
+def _tracing(
+    stack: AsyncExitStack, settings: Settings, metrics: Metrics, replica_id: ReplicaId
+) -> Tracing:
+    """Spans and series over OTLP when an endpoint is configured; else contexts are only passed on."""
+    resource = resource_of(version("headway"), replica_id)
+    if not settings.otlp_endpoint:
+        return Tracing(None, resource, 0.0)
+    pushing = OtlpMetrics(metrics, resource)
+    stack.callback(pushing.shutdown)
+    tracing = Tracing(span_processor(), resource, settings.trace_sample_ratio)
+    stack.callback(tracing.shutdown)
+    return tracing
+
+
 async def _run(loop: Awaitable[None]) -> None:
     await loop
 
@@ -198,7 +222,13 @@ async def _until_empty(gate: Gate, seconds_max: float) -> None:
 async def serve(settings: Settings) -> None:
     """Serve until SIGTERM or SIGINT, then finish what is in flight."""
     async with running_replica(settings) as replica:
-        server = make_server(replica.app, settings.host, settings.port)
+        server = make_server(
+            replica.app,
+            replica.sweeper,
+            replica.metrics,
+            host=settings.host,
+            port=settings.port,
+        )
         stopping = asyncio.Event()
         running_loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):

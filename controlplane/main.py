@@ -8,12 +8,12 @@ from pydantic import ValidationError
 from controlplane.bootstrap import serve
 from controlplane.domain.errors import ConfigurationError
 from controlplane.settings import Settings
-from controlplane.telemetry.logging import configure_logging
+from controlplane.telemetry.logging import EventLog, configure
 
 
 def main() -> int:
     """Exit code 0 after a requested stop, 2 when the settings can not be used."""
-    configure_logging()
+    configure(EventLog(), "info")
     try:
         settings = Settings()  # type: ignore[call-arg]  # members come from the environment
         uvloop.run(serve(settings))

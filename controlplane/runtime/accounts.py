@@ -10,7 +10,7 @@ import logging
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from controlplane.admission.budget import Slice
-from controlplane.domain.errors import StateUnavailable
+from controlplane.domain.ids import ReplicaId
 from controlplane.runtime.call import monotonic_ms
 from controlplane.store import budgets
 
@@ -34,7 +34,7 @@ class Account:
 
 
 class Accounts:
-    def __init__(self, engine: AsyncEngine, replica_id: str, slice_micro_usd: int) -> None:
+    def __init__(self, engine: AsyncEngine, replica_id: ReplicaId, slice_micro_usd: int) -> None:
         self._engine = engine
         self._replica_id = replica_id
         self._slice_micro_usd = slice_micro_usd
@@ -103,16 +103,19 @@ class Accounts:
             for budget_id, account in self._accounts.items()
         }
 
+    def drop_free(self) -> None:
+        """Forget what is free here without returning it: it has been returned already."""
+        for account in self._accounts.values():
+            account.slice.surrender(0)
+
     async def _surrender(self, account: Account) -> None:
-        amount = account.slice.surrender(0)
-        if amount:
-            try:
-                await budgets.surrender(
-                    self._engine, account.budget_id, self._replica_id, amount
-                )
-            except StateUnavailable:
-                account.slice.grow(amount)
-                return
+        """Give back what is free. Raises StateUnavailable; an amount whose return is then unknown stays
+        leased until this replica ends, since keeping it here could spend it twice.
+        """
+        if account.slice.free:
+            await budgets.read(self._engine, account.budget_id)
+            amount = account.slice.surrender(0)
+            await budgets.surrender(self._engine, account.budget_id, self._replica_id, amount)
         if account.slice.reserved == 0 and account.slice.free == 0 and account.refill is None:
             self._accounts.pop(account.budget_id, None)
 

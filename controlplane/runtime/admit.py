@@ -7,7 +7,7 @@ again all the same.
 
 import logging
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Protocol
@@ -17,9 +17,9 @@ import xxhash
 from controlplane.admission.decide import decide
 from controlplane.admission.snapshot import Snapshot
 from controlplane.domain.catalog import Model, Principal, Scope, SloClass
-from controlplane.domain.decision import Admit, Placement, Queue, Reason, Refuse
+from controlplane.domain.decision import Admit, Decision, Placement, Queue, Reason, Refuse
 from controlplane.domain.errors import StateUnavailable
-from controlplane.domain.fleet import EngineRow, fits
+from controlplane.domain.fleet import EngineRow
 from controlplane.domain.ids import ModelName, RequestId, SloClassName, WorkflowId
 from controlplane.domain.outcome import AttemptOutcome, RequestState, Usage
 from controlplane.domain.request import UNLIMITED_MICRO_USD, Request
@@ -32,7 +32,9 @@ from controlplane.runtime.fleet_state import FleetState
 from controlplane.runtime.principals import Principals
 from controlplane.runtime.queue_pump import QueuePump
 from controlplane.runtime.workflow_state import WorkflowEntry, WorkflowStates
+from controlplane.scheduler.place import still_fits
 from controlplane.scheduler.prefix_index import chain
+from controlplane.store.budgets import tenant_budget_id
 from controlplane.store.journal import AttemptRow, Journal, OpenedRow, SettledRow
 from policies.evaluate import Terms, terms_for
 from policies.load import Bundle
@@ -103,7 +105,7 @@ class Gate:
         self._calls = 0
         self.in_flight: dict[str, Ticket] = {}
         self.is_draining = False
-        pump.place = self._decide_and_commit
+        pump.place = self._place_waiting
 
     # ------------------------------------------------------------ before admission
 
@@ -163,7 +165,7 @@ class Gate:
             if self.pump.is_waiting_for(ticket.request.model):
                 outcome: Placement | Queue | Refuse = Queue(Reason.NO_CAPACITY)
             else:
-                outcome = self._decide_and_commit(ticket, rights.terms)
+                outcome = self._decide_and_commit(ticket, rights.terms, self.pump.waiting)
             if isinstance(outcome, Queue):
                 self._open(ticket, entry)
                 queued_ms = monotonic_ms()
@@ -185,30 +187,38 @@ class Gate:
             self._open(ticket, entry)
         return ticket
 
-    def _decide_and_commit(self, ticket: Ticket, terms: Terms) -> Placement | Queue | Refuse:
-        """Decide on the rows as they are, and take what was decided, without a pause in between."""
+    def _place_waiting(self, ticket: Ticket, terms: Terms) -> Placement | Queue | Refuse:
+        """The pump's try for a call that has its place in the queue already."""
+        if ticket.is_settled or ticket.is_holding_decode:
+            msg = f"{ticket.id} was placed or ended while it waited"
+            raise RuntimeError(msg)
+        return self._decide_and_commit(ticket, terms, 0)
+
+    def _decide_and_commit(
+        self, ticket: Ticket, terms: Terms, waiting: int
+    ) -> Placement | Queue | Refuse:
+        """Decide on the rows as they are, and take what was decided, without a pause in between.
+
+        `waiting` counts the calls in the queue before this one.
+        """
         request = ticket.request
         started_ms = monotonic_ms()
         now_ms = int(started_ms)
         rows = self.fleet.rows_for(request.model)
         cached = self._cached(request)
         snapshot = Snapshot(
-            rows=rows, cached=cached, waiting=self.pump.waiting, waiting_max=self.pump.calls_max
+            rows=rows, cached=cached, waiting=waiting, waiting_max=self.pump.calls_max
         )
         decision = decide(request, snapshot, terms, now_ms)
-        self.decisions.record(
-            request,
-            cached,
-            decision,
-            now_ms=now_ms,
-            number=ticket.attempt,
-            revision=self._bundle.revision,
-        )
+        is_still_waiting = ticket.id in self.in_flight and isinstance(decision, Queue)
+        if is_still_waiting:
+            return Queue(Reason.NO_CAPACITY)
+        self._record(ticket, cached, decision, now_ms)
         duration_us = (monotonic_ms() - started_ms) * 1000.0
         match decision:
             case Admit(placement):
                 self._observer.decided("admit", "", duration_us)
-                if not _still_fits(request, placement, now_ms):
+                if not still_fits(request, placement, now_ms):
                     return Queue(Reason.NO_CAPACITY)
                 self._commit(ticket, placement, started_ms)
                 return placement
@@ -218,6 +228,19 @@ class Gate:
             case Refuse(reason=reason):
                 self._observer.decided("refuse", reason, duration_us)
                 return decision
+
+    def _record(
+        self, ticket: Ticket, cached: Mapping[int, int], decision: Decision, now_ms: int
+    ) -> None:
+        self.decisions.record(
+            ticket.request,
+            cached,
+            decision,
+            now_ms=now_ms,
+            number=ticket.decisions,
+            revision=self._bundle.revision,
+        )
+        ticket.decisions += 1
 
     def _commit(self, ticket: Ticket, placement: Placement, now_ms: float) -> None:
         request = ticket.request
@@ -235,6 +258,7 @@ class Gate:
         ticket.placement = placement
         ticket.is_first_token_seen = False
         ticket.decided_ms = now_ms
+        self.fleet.began(placement, now_ms)
 
     # ------------------------------------------------------------ while it runs
 
@@ -267,15 +291,8 @@ class Gate:
         rights = self._rights_of(ticket.call, ticket.request.scope)
         snapshot = Snapshot(rows=rows, cached=cached, waiting=0, waiting_max=0)
         decision = decide(ticket.request, snapshot, rights.terms, int(now_ms))
-        self.decisions.record(
-            ticket.request,
-            cached,
-            decision,
-            now_ms=int(now_ms),
-            number=ticket.attempt,
-            revision=self._bundle.revision,
-        )
-        is_placed = isinstance(decision, Admit) and _still_fits(
+        self._record(ticket, cached, decision, int(now_ms))
+        is_placed = isinstance(decision, Admit) and still_fits(
             ticket.request, decision.placement, int(now_ms)
         )
         self._observer.retried(is_allowed=is_placed)
@@ -344,9 +361,7 @@ class Gate:
 
     # ------------------------------------------------------------ inside
 
-    async def _prepare(
-        self, call: Call
-    ) -> tuple[Ticket, _Rights, WorkflowEntry | None] | Refuse:
+    async def _prepare(self, call: Call) -> tuple[Ticket, _Rights, WorkflowEntry | None] | Refuse:
         tenant = call.principal.tenant
         model = self.fleet.catalog.models.get(ModelName(call.model))
         if model is None:
@@ -406,10 +421,14 @@ class Gate:
         expected = self.estimates.completion_tokens(
             tenant.id, model.name, completion_max, call.completion_tokens_hint
         )
-        salt = xxhash.xxh3_64_intdigest(tenant.cache_salt + "\0" + model.name, call.tools_digest)
+        salt = xxhash.xxh3_64_intdigest(
+            f"{tenant.cache_salt}\0{model.name}".encode(), call.tools_digest
+        )
         digests, boundaries = chain(call.prefix_bytes, salt)
         ratio = prompt_tokens / max(1, call.prompt_bytes)
-        deadline_ms = received_ms + (slo.e2e_ms_max if call.deadline_ms is None else call.deadline_ms)
+        deadline_ms = received_ms + (
+            slo.e2e_ms_max if call.deadline_ms is None else call.deadline_ms
+        )
         home, step, steps, workflow_deadline_ms = self._session_home(call), 0, 1, deadline_ms
         spent = in_flight = gap_ms = 0
         remaining = UNLIMITED_MICRO_USD
@@ -425,8 +444,8 @@ class Gate:
             spent = record.spent_micro_usd + entry.spent_here_micro_usd
             in_flight = entry.calls_in_flight
             gap_ms = terms.step_gap_ms if step + 1 < steps else 0
-            if record.limit_micro_usd is not None:
-                remaining = max(0, record.limit_micro_usd - spent)
+            if record.budget_limit_micro_usd is not None:
+                remaining = max(0, record.budget_limit_micro_usd - spent)
         request = Request(
             id=RequestId(self._new_id()),
             tenant=tenant.id,
@@ -468,10 +487,8 @@ class Gate:
             completion_tokens_max=completion_max,
             cache_salt=tenant.cache_salt,
             reserved_micro_usd=max(1, int(cost * terms.reserve_ratio)),
-            tenant_budget=f"tenant:{tenant.id}",
-            workflow_budget=None
-            if entry is None or entry.record.limit_micro_usd is None
-            else f"workflow:{entry.record.id}",
+            tenant_budget=tenant_budget_id(tenant.id),
+            workflow_budget=None if entry is None else entry.record.budget_id,
             opened_at_s=wall_ms() / 1000.0,
         )
 
@@ -502,14 +519,7 @@ class Gate:
 
     def _refuse(self, ticket: Ticket, refuse: Refuse) -> Refuse:
         """A refusal before the scheduler was asked; it is recorded like one of the scheduler's."""
-        self.decisions.record(
-            ticket.request,
-            {},
-            refuse,
-            now_ms=int(monotonic_ms()),
-            number=0,
-            revision=self._bundle.revision,
-        )
+        self._record(ticket, {}, refuse, int(monotonic_ms()))
         return replace(refuse, decision=ticket.id)
 
     def _open(self, ticket: Ticket, entry: WorkflowEntry | None) -> None:
@@ -537,6 +547,8 @@ class Gate:
 
     def _end_unplaced(self, ticket: Ticket, state: RequestState, reason: Reason | None) -> None:
         """End a call that never ran: its money goes back whole."""
+        # The queue may have placed it at the very moment in which its client went away.
+        self._release(ticket)
         if ticket.id in self.in_flight:
             ticket.is_settled = True
             e2e_ms = monotonic_ms() - ticket.call.received_ms
@@ -702,12 +714,6 @@ class Gate:
 
 
 _NOTHING_USED = Usage(0, 0, 0, is_estimated=False)
-
-
-def _still_fits(request: Request, placement: Placement, now_ms: int) -> bool:
-    if not fits(placement.decode, placement.kv_tokens, now_ms):
-        return False
-    return placement.prefill is None or fits(placement.prefill, request.prompt_tokens, now_ms)
 
 
 def _no_money(whose: str, amount: int) -> Refuse:

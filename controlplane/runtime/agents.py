@@ -123,9 +123,7 @@ class Agents:
                 self._engine, CommandId(message.command_id), str(message.state), message.detail
             )
         except StateUnavailable:
-            log.warning(
-                "acknowledgement_lost", extra={"fields": {"command": message.command_id}}
-            )
+            log.warning("acknowledgement_lost", extra={"fields": {"command": message.command_id}})
 
 
 _M = TypeVar("_M", Hello, Beat, Bye, Telemetry, Acknowledgement)

@@ -12,7 +12,15 @@ from typing import Any
 
 import xxhash
 
-from controlplane.domain.decision import Admit, Decision, Explanation, Placement, Queue, Reason, Refuse
+from controlplane.domain.decision import (
+    Admit,
+    Decision,
+    Explanation,
+    Placement,
+    Queue,
+    Reason,
+    Refuse,
+)
 from controlplane.domain.request import Request
 from controlplane.runtime.call import wall_ms
 from controlplane.runtime.fleet_state import FleetState
@@ -63,11 +71,11 @@ class DecisionLog:
         self._kept[request.id] = decided
         if len(self._kept) > DECISIONS_KEPT:
             self._kept.popitem(last=False)
-        is_sampled = xxhash.xxh3_64_intdigest(request.id) % SAMPLE_ONE_IN == 0
-        if is_sampled or isinstance(decision, Refuse):
-            if len(self._pending) < RECORDS_PENDING_MAX:
-                self._pending.append(decided)
-                return
+        is_sampled = xxhash.xxh3_64_intdigest(request.id.encode()) % SAMPLE_ONE_IN == 0
+        is_recorded = is_sampled or isinstance(decision, Refuse)
+        if is_recorded and len(self._pending) < RECORDS_PENDING_MAX:
+            self._pending.append(decided)
+            return
         self._journal.decided(self._row(decided, None))
 
     def write_records(self) -> None:

@@ -14,7 +14,7 @@ from controlplane.domain.fleet import EngineRow
 from controlplane.domain.ids import EngineId, ModelName, NodeId
 from controlplane.domain.outcome import FAULTS, AttemptOutcome
 from controlplane.domain.request import Request
-from controlplane.reliability.breaker import Breaker
+from controlplane.reliability.breaker import Breaker, State
 from controlplane.runtime.call import Address
 from controlplane.scheduler.perf_model import engine_rates
 from controlplane.scheduler.prefix_index import PrefixIndex
@@ -85,9 +85,7 @@ class FleetState:
         """Every engine that serves `model`, accepting or not; the same tuple until the fleet changes."""
         rows = self._by_model.get(model)
         if rows is None:
-            rows = tuple(
-                entry.row for entry in self._by_index.values() if entry.row.model == model
-            )
+            rows = tuple(entry.row for entry in self._by_index.values() if entry.row.model == model)
             self._by_model[model] = rows
         return rows
 
@@ -231,6 +229,9 @@ class FleetState:
         for node in self.nodes.values():
             node.heard_ms = now_ms
 
+    def heard_since(self, instant_ms: float) -> list[NodeId]:
+        return [node.id for node in self.nodes.values() if node.heard_ms >= instant_ms]
+
     # ------------------------------------------------------------ credits and commitments
 
     def granted(self, grant: CreditGrant, asked_ms: float) -> bool:
@@ -300,9 +301,18 @@ class FleetState:
         entry = self._by_index.get(row.index)
         if entry is None or entry.row is not row:
             return
-        entry.breaker.record(outcome, int(now_ms))
-        if outcome in FAULTS:
+        breaker = entry.breaker
+        breaker.record(outcome, int(now_ms))
+        if outcome in FAULTS or entry.row.is_suspect or breaker.state is not State.CLOSED:
             self._update_suspicion(entry, now_ms)
+
+    def began(self, placement: Placement, now_ms: float) -> None:
+        """Calls go to these engines: the breakers that are half-open count them as probes."""
+        for row in (placement.decode, placement.prefill):
+            entry = None if row is None else self._by_index.get(row.index)
+            if entry is not None and entry.breaker.state is State.HALF_OPEN:
+                entry.breaker.began(int(now_ms))
+                self._update_suspicion(entry, now_ms)
 
     def look_again(self, now_ms: float) -> None:
         """Let breakers whose time has come try their engines again."""
@@ -328,9 +338,7 @@ class FleetState:
 
     def _may_accept(self, node_id: NodeId, state: EngineState) -> bool:
         declared = self.catalog.nodes.get(node_id)
-        return (
-            declared is not None and not declared.is_cordoned and state is EngineState.SERVING
-        )
+        return declared is not None and not declared.is_cordoned and state is EngineState.SERVING
 
     def _set_accepting(self, row: EngineRow, *, is_accepting: bool) -> None:
         if row.is_accepting != is_accepting or row.is_warm != is_accepting:

@@ -128,10 +128,16 @@ class Loops:
             await self._agents.roll_call()
 
     async def _beat(self) -> None:
-        await replicas.beat(self._engine, self._replica_id)
+        if not await replicas.beat(self._engine, self._replica_id):
+            # Reaped while it was cut off: its slices were returned and belong to others by now.
+            log.error("replica_was_reaped", extra={"fields": {"replica": self._replica_id}})
+            self._accounts.drop_free()
+        await catalog.touch_nodes(
+            self._engine, self._fleet.heard_since(monotonic_ms() - BEAT_INTERVAL_S * 1000.0)
+        )
 
     async def _reap(self) -> None:
-        summary = await reaper.reap(self._engine, self._replica_ttl_s)
+        summary = await reaper.reap(self._engine, self._replica_ttl_s, self._replica_id)
         if summary.requests_lost or summary.workflows_expired:
             log.info(
                 "reaped",

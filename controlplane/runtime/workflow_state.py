@@ -81,4 +81,3 @@ class WorkflowStates:
             if entry.calls_in_flight == 0:
                 del self._entries[workflow_id]
                 return
-

@@ -1,0 +1,36 @@
+"""Gauges that ask their owners when they are read: fleet, queue, calls in flight, journal."""
+
+from collections import Counter
+
+from controlplane.domain.fleet import EngineRow
+from controlplane.runtime.admit import Gate
+from controlplane.store.journal import Journal
+from controlplane.telemetry.metrics import Labels, Metrics
+
+
+def watch(metrics: Metrics, gate: Gate, journal: Journal) -> None:
+    """Let the gauges of `metrics` read the live state of one replica."""
+
+    def per_engine(field: str) -> dict[Labels, float]:
+        return {_labels(row): float(getattr(row, field)) for row in gate.live_rows()}
+
+    metrics.seats_lent.watch(lambda: per_engine("seats_lent"))
+    metrics.seats_taken.watch(lambda: per_engine("seats_taken"))
+    metrics.kv_tokens_lent.watch(lambda: per_engine("kv_tokens_lent"))
+    metrics.kv_tokens_taken.watch(lambda: per_engine("kv_tokens_taken"))
+    metrics.queue_depth.watch(
+        lambda: {(model,): float(waiting) for model, waiting in gate.pump.depths().items()}
+    )
+    metrics.in_flight.watch(
+        lambda: {
+            (model,): float(calls)
+            for model, calls in Counter(
+                str(ticket.request.model) for ticket in gate.in_flight.values()
+            ).items()
+        }
+    )
+    metrics.journal_depth.watch(lambda: {(): float(journal.entries_waiting)})
+
+
+def _labels(row: EngineRow) -> Labels:
+    return (row.engine_id, row.model, row.region)

@@ -1,0 +1,68 @@
+"""Many calls at once against a budget that pays for few: nobody overspends, and the SDK is not made to retry."""
+
+import asyncio
+
+import pytest
+from openai import RateLimitError
+
+from cli.processes import LocalCluster
+from controlplane.store import budgets
+from controlplane.store.session import make_engine
+
+from .conftest import check_invariants, client_of
+
+pytestmark = [pytest.mark.fault, pytest.mark.anyio, pytest.mark.timeout(120)]
+
+CALLS = 64
+# A call of 900 completion tokens at 600,000 micro-dollars a million costs 540, plus its prompt; the
+# tenant has 10,000. The reserve is a little above the cost.
+COMPLETION_TOKENS = 1500
+
+
+async def test_sixty_four_calls_against_a_budget_for_ten(cluster: LocalCluster) -> None:
+    answers = 0
+    refusals: list[RateLimitError] = []
+
+    async def call(number: int) -> None:
+        nonlocal answers
+        try:
+            async with client_of(cluster, "brook", retries=2) as client:
+                await client.chat.completions.create(
+                    model="small",
+                    messages=[{"role": "user", "content": f"number {number}"}],
+                    max_tokens=COMPLETION_TOKENS,
+                    extra_body={"ignore_eos": True},
+                )
+            answers += 1
+        except RateLimitError as error:
+            refusals.append(error)
+
+    highest = 0
+    engine = make_engine(cluster.database_url)
+    try:
+        racing = asyncio.gather(*(call(number) for number in range(CALLS)))
+        while not racing.done():
+            account = await budgets.read(engine, "tenant:brook")
+            assert account is not None
+            total = account.spent_micro_usd + account.reserved_micro_usd
+            assert total <= account.limit_micro_usd
+            highest = max(highest, total)
+            await asyncio.sleep(0.02)
+        await racing
+        await check_invariants(cluster)
+        account = await budgets.read(engine, "tenant:brook")
+        assert account is not None
+    finally:
+        await engine.dispose()
+    assert 1 <= answers <= 10
+    assert answers + len(refusals) == CALLS
+    assert highest > 0
+    each = account.spent_micro_usd / answers
+    assert account.spent_micro_usd <= account.limit_micro_usd
+    assert each >= COMPLETION_TOKENS * 0.6
+    for refusal in refusals:
+        assert refusal.code == "insufficient_quota"
+        assert refusal.response.headers["x-should-retry"] == "false"
+        assert "retry-after" not in refusal.response.headers
+        # The first attempt was the only one.
+        assert refusal.response.request.headers["x-stainless-retry-count"] == "0"
