@@ -4,8 +4,15 @@ Rows are plain slotted objects because the decision walks them for every request
 `runtime/fleet_state.py` writes to them; everything else reads.
 """
 
+from zlib import crc32
+
 from controlplane.domain.catalog import Role
 from controlplane.domain.ids import EngineId, GpuTypeName, ModelName, NodeId, RegionName
+
+# Values of the fields that reports and commitments change, in the order of `EngineRow.dynamic`.
+Dynamic = tuple[
+    bool, bool, bool, int, int, int, float, int, int, int, int, int, int, int, int
+]  # fmt: skip
 
 
 class EngineRow:
@@ -17,13 +24,43 @@ class EngineRow:
     """
 
     __slots__ = (
-        "credits_epoch", "credits_expire_ms", "decode_ms_base", "decode_ms_per_kv_token",
-        "decode_ms_per_seq", "engine_id", "generation", "gpu_bit", "gpu_type", "index",
-        "is_accepting", "is_suspect", "is_warm", "kv_price_micro_usd_per_token_s", "kv_tokens_capacity",
-        "kv_tokens_lent", "kv_tokens_taken", "kv_tokens_used", "load_ms", "micro_usd_per_ms",
-        "model", "node_id", "prefill_base_ms", "prefill_ms_per_token", "prefill_ms_per_token_sq",
-        "prefill_tokens_pending", "region", "region_bit", "role", "running", "seats_capacity",
-        "seats_lent", "seats_taken", "context_tokens_max", "ttft_correction", "waiting",
+        "context_tokens_max",
+        "credits_epoch",
+        "credits_expire_ms",
+        "decode_ms_base",
+        "decode_ms_per_kv_token",
+        "decode_ms_per_seq",
+        "engine_id",
+        "generation",
+        "gpu_bit",
+        "gpu_type",
+        "index",
+        "is_accepting",
+        "is_suspect",
+        "is_warm",
+        "kv_price_micro_usd_per_token_s",
+        "kv_tokens_capacity",
+        "kv_tokens_lent",
+        "kv_tokens_taken",
+        "kv_tokens_used",
+        "load_ms",
+        "micro_usd_per_ms",
+        "model",
+        "node_id",
+        "prefill_base_ms",
+        "prefill_ms_per_token",
+        "prefill_ms_per_token_sq",
+        "prefill_tokens_pending",
+        "region",
+        "region_bit",
+        "role",
+        "running",
+        "seats_capacity",
+        "seats_lent",
+        "seats_taken",
+        "tie_seed",
+        "ttft_correction",
+        "waiting",
     )  # fmt: skip
 
     def __init__(
@@ -72,6 +109,8 @@ class EngineRow:
         self.decode_ms_per_kv_token = decode_ms_per_kv_token
         self.kv_price_micro_usd_per_token_s = kv_price_micro_usd_per_token_s
         self.load_ms = load_ms
+        # 30 bits, so that mixing it with a request's stays in one machine word.
+        self.tie_seed = crc32(engine_id.encode()) & 0x3FFF_FFFF
         self.generation = 0
         self.is_accepting = False
         self.is_suspect = False
@@ -87,6 +126,70 @@ class EngineRow:
         self.seats_taken = 0
         self.kv_tokens_taken = 0
         self.prefill_tokens_pending = 0
+
+    def dynamic(self) -> Dynamic:
+        """What reports and commitments change, as one value."""
+        return (
+            self.is_accepting,
+            self.is_suspect,
+            self.is_warm,
+            self.running,
+            self.waiting,
+            self.kv_tokens_used,
+            self.ttft_correction,
+            self.seats_lent,
+            self.kv_tokens_lent,
+            self.credits_expire_ms,
+            self.credits_epoch,
+            self.seats_taken,
+            self.kv_tokens_taken,
+            self.prefill_tokens_pending,
+            self.generation,
+        )
+
+    def as_of(self, dynamic: Dynamic) -> "EngineRow":
+        """A copy of this row that stands as it did when `dynamic` was taken."""
+        row = EngineRow(
+            index=self.index,
+            engine_id=self.engine_id,
+            node_id=self.node_id,
+            region=self.region,
+            region_bit=self.region_bit,
+            gpu_type=self.gpu_type,
+            gpu_bit=self.gpu_bit,
+            model=self.model,
+            role=self.role,
+            context_tokens_max=self.context_tokens_max,
+            kv_tokens_capacity=self.kv_tokens_capacity,
+            seats_capacity=self.seats_capacity,
+            micro_usd_per_ms=self.micro_usd_per_ms,
+            prefill_base_ms=self.prefill_base_ms,
+            prefill_ms_per_token=self.prefill_ms_per_token,
+            prefill_ms_per_token_sq=self.prefill_ms_per_token_sq,
+            decode_ms_base=self.decode_ms_base,
+            decode_ms_per_seq=self.decode_ms_per_seq,
+            decode_ms_per_kv_token=self.decode_ms_per_kv_token,
+            kv_price_micro_usd_per_token_s=self.kv_price_micro_usd_per_token_s,
+            load_ms=self.load_ms,
+        )
+        (
+            row.is_accepting,
+            row.is_suspect,
+            row.is_warm,
+            row.running,
+            row.waiting,
+            row.kv_tokens_used,
+            row.ttft_correction,
+            row.seats_lent,
+            row.kv_tokens_lent,
+            row.credits_expire_ms,
+            row.credits_epoch,
+            row.seats_taken,
+            row.kv_tokens_taken,
+            row.prefill_tokens_pending,
+            row.generation,
+        ) = dynamic
+        return row
 
 
 def fits(row: EngineRow, kv_tokens: int, now_ms: int) -> bool:

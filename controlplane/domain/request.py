@@ -5,11 +5,14 @@ from dataclasses import dataclass
 from controlplane.domain.catalog import Scope
 from controlplane.domain.ids import EngineId, ModelName, RequestId, TenantId, WorkflowId
 
+# What a workflow without a budget of its own has left.
+UNLIMITED_MICRO_USD = 2**62 - 1
+
 # `workflow_remaining_micro_usd` of a call whose workflow has no budget of its own.
 UNLIMITED_MICRO_USD = 2**62
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # no `slots`: the compiled core turns the fields into C members itself
 class Request:
     """All instants are milliseconds of one monotonic clock; tokens are estimates made before tokenisation.
 
@@ -17,7 +20,8 @@ class Request:
     `prefix_tokens` the prompt tokens up to each of them. `regions` and `gpu_types` are bit masks of
     what policy allows (bits as in the fleet's tables). `home` is the engine that served the
     workflow's previous step. `step_gap_ms` is the expected pause before the workflow's next step,
-    0 when this is its last one. `is_single_engine` forbids splitting prefill from decode.
+    0 when this is its last one. `calls_in_flight` counts the workflow's other calls.
+    `is_single_engine` forbids splitting prefill from decode.
     """
 
     id: RequestId

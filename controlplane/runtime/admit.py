@@ -109,6 +109,10 @@ class Gate:
 
     # ------------------------------------------------------------ before admission
 
+    @property
+    def policy_revision(self) -> str:
+        return self._bundle.revision
+
     def models(self, principal: Principal) -> list[Model]:
         """Models that this tenant may use, by name."""
         return [

@@ -30,6 +30,8 @@ from controlplane.store.journal import DecisionRow, Journal
 DECISIONS_KEPT = 20_000
 SAMPLE_ONE_IN = 32
 RECORDS_PENDING_MAX = 1_000
+# Full records worked out in one sweep; what is sampled beyond that is written without one.
+RECORDS_PER_SWEEP_MAX = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +82,11 @@ class DecisionLog:
 
     def write_records(self) -> None:
         """Work out and journal the full records that wait, off the request path."""
+        budget = RECORDS_PER_SWEEP_MAX
         while self._pending:
             decided = self._pending.popleft()
-            explanation = self._explain(decided)
+            explanation = self._explain(decided) if budget > 0 else None
+            budget -= 1
             record = None if explanation is None else _as_json(explanation, decided.request)
             self._journal.decided(self._row(decided, record))
 

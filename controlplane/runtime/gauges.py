@@ -1,6 +1,4 @@
-"""Gauges that ask their owners when they are read: fleet, queue, calls in flight, journal."""
-
-from collections import Counter
+"""Gauges that ask their owners when they are read: fleet, queue, journal."""
 
 from controlplane.domain.fleet import EngineRow
 from controlplane.runtime.admit import Gate
@@ -20,14 +18,6 @@ def watch(metrics: Metrics, gate: Gate, journal: Journal) -> None:
     metrics.kv_tokens_taken.watch(lambda: per_engine("kv_tokens_taken"))
     metrics.queue_depth.watch(
         lambda: {(model,): float(waiting) for model, waiting in gate.pump.depths().items()}
-    )
-    metrics.in_flight.watch(
-        lambda: {
-            (model,): float(calls)
-            for model, calls in Counter(
-                str(ticket.request.model) for ticket in gate.in_flight.values()
-            ).items()
-        }
     )
     metrics.journal_depth.watch(lambda: {(): float(journal.entries_waiting)})
 

@@ -44,9 +44,7 @@ def _one_of(column: str, values: tuple[str, ...]) -> str:
 
 
 def _created() -> "Column[object]":
-    return Column(
-        "created_at", DateTime(timezone=True), nullable=False, server_default=func.now()
-    )
+    return Column("created_at", DateTime(timezone=True), nullable=False, server_default=func.now())
 
 
 # ---------------------------------------------------------------- what operators declare
@@ -72,7 +70,9 @@ gpu_types = Table(
     Column("price_micro_usd_per_hour", BigInteger, nullable=False),
     Column("price_source", Text, nullable=False),
     Column("price_date", String(10), nullable=False),
-    CheckConstraint("hbm_bytes > 0 AND bandwidth_bytes_per_s > 0 AND flops_per_s > 0", name="rates"),
+    CheckConstraint(
+        "hbm_bytes > 0 AND bandwidth_bytes_per_s > 0 AND flops_per_s > 0", name="rates"
+    ),
     CheckConstraint("price_micro_usd_per_hour >= 0", name="price"),
 )
 

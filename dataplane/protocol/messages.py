@@ -115,11 +115,14 @@ class CreditRequest(msgspec.Struct, kw_only=True, frozen=True):
 
     `wants` maps engine id to the total the replica wants to hold (seats, kv_tokens), never to an
     increment, so that a repeated or lost message changes nothing. Zero returns everything.
+    `held` maps engine id to the most that the replica may have in flight until it reads the answer:
+    the larger of what it was lent and what its calls take. What is held is not lent to others.
     """
 
     v: int = MAJOR
     replica_id: str
     wants: dict[str, tuple[int, int]]
+    held: dict[str, tuple[int, int]] = {}
 
 
 class CreditGrant(msgspec.Struct, kw_only=True, frozen=True):

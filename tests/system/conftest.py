@@ -143,5 +143,5 @@ async def check_invariants(cluster: LocalCluster) -> None:
     for row in await engines(cluster):
         assert row["seats_taken"] == 0, row
         assert row["kv_tokens_taken"] == 0, row
-        assert row["seats_lent"] <= row["seats"], row  # type: ignore[operator]
-        assert row["kv_tokens_lent"] <= row["kv_tokens"], row  # type: ignore[operator]
+        assert row["seats_lent"] <= row["seats_capacity"], row  # type: ignore[operator]
+        assert row["kv_tokens_lent"] <= row["kv_tokens_capacity"], row  # type: ignore[operator]

@@ -191,7 +191,7 @@ async def test_a_workflow_may_not_spend_more_than_its_budget(cluster: LocalClust
         assert workflow in str(spent.value)
         await until_quiet(cluster)
         shown = (await http.get(f"/v1/workflows/{workflow}")).json()
-        assert shown["spent_usd"] <= 0.0001
+        assert shown["spent_micro_usd"] <= 100
     await check_invariants(cluster)
 
 

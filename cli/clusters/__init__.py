@@ -1,0 +1,1 @@
+"""Cluster documents that ship with Headway."""

@@ -1,0 +1,100 @@
+"""`headway explain`: why a request went where it went, in dollars per axis and in one sentence."""
+
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from cli.client import JsonObject, segment
+from cli.operator import Session, with_session
+
+_MICRO_USD_PER_MILLI_USD = 1_000
+
+# Column heads of the seven axes, short enough for 80 columns.
+_HEADS = {
+    "gpu_type": "gpu",
+    "kv_headroom": "kv",
+    "weight_warmth": "warm",
+    "tenant_priority": "prio",
+    "workflow": "flow",
+    "latency_budget": "lat",
+    "agentic_scope": "scope",
+}
+
+
+@with_session
+def explain(
+    session: Session,
+    request: Annotated[str, typer.Argument(metavar="REQUEST", help="Request or decision id.")],
+) -> None:
+    """Explain a decision: every candidate, every axis, and why the winner won."""
+    document = session.api.get(f"requests/{segment(request)}/explain")
+    session.out.show(document, *explanation(document))
+
+
+def explanation(document: JsonObject) -> list[Any]:
+    """An explanation as Rich shows it: candidates by axes in thousandths of a dollar, objections,
+    the sentence.
+    """
+    candidates = document["candidates"]
+    parts: list[Any] = [
+        f"[bold]{escape(document['request_id'])}[/] for [bold]{escape(document['model'])}[/]"
+    ]
+    if candidates:
+        parts.append(_table(document))
+    objections = [
+        f"  [red]x[/] {escape(name(candidate))}: {escape(_HEADS[axis['axis']])}: "
+        f"{escape(axis['objection'])}"
+        for candidate in candidates
+        for axis in candidate["axes"]
+        if axis["objection"]
+    ]
+    parts += objections
+    parts.append(f"\n{escape(document['sentence'])}")
+    return parts
+
+
+def name(candidate: JsonObject) -> str:
+    """A candidate in words: an engine, or a prefill engine and the decode engine after it."""
+    if candidate["prefill"]:
+        return f"{candidate['prefill']} + {candidate['decode']}"
+    return str(candidate["decode"])
+
+
+def _table(document: JsonObject) -> Table:
+    result = Table(
+        box=None,
+        pad_edge=False,
+        header_style="bold",
+        caption="thousandths of a dollar; x = objects; * = winner",
+        caption_justify="left",
+    )
+    result.add_column("CANDIDATE", overflow="fold")
+    for head in _HEADS.values():
+        result.add_column(head, justify="right")
+    result.add_column("SUM", justify="right")
+    result.add_column("TTFT", justify="right")
+    for candidate in document["candidates"]:
+        is_winner = candidate["is_winner"]
+        views = {axis["axis"]: axis for axis in candidate["axes"]}
+        result.add_row(
+            f"{'* ' if is_winner else '  '}{escape(name(candidate))}",
+            *(_axis(views.get(axis)) for axis in _HEADS),
+            _milli(candidate["cost_micro_usd"]) if candidate["is_feasible"] else "-",
+            f"{candidate['ttft_ms_predicted']:.0f}ms" if candidate["is_feasible"] else "-",
+            style="bold green" if is_winner else "" if candidate["is_feasible"] else "dim",
+        )
+    return result
+
+
+def _axis(view: JsonObject | None) -> str:
+    if view is None:
+        return "-"
+    return "x" if view["objection"] else _milli(view["cost_micro_usd"])
+
+
+def _milli(micro_usd: float | None) -> str:
+    if micro_usd is None:
+        return "-"
+    return f"{micro_usd / _MICRO_USD_PER_MILLI_USD:.3f}"

@@ -1,0 +1,22 @@
+"""Exit codes, and the one exception that ends a command with words for a person."""
+
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """What scripts may rely on."""
+
+    OK = 0
+    FAILED = 1  # refused by the server, or done and found wanting
+    USAGE = 2  # the command line, a file or the environment is wrong
+    UNREACHABLE = 3  # no answer from the server
+
+
+class CommandFailure(Exception):  # noqa: N818  (it ends a command, it is no error in it)
+    """Ends the command. `message` says what is wrong, `remedy` what to do about it."""
+
+    def __init__(self, code: ExitCode, message: str, remedy: str = "") -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.remedy = remedy

@@ -1,0 +1,81 @@
+"""Gives a command its operator client and output: adds --url, --key, --data-dir and --json, ends
+it with an exit code.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
+from pathlib import Path
+from typing import Annotated, Any, Concatenate, ParamSpec
+
+import typer
+
+from cli.client import DATA_DIR, OperatorClient, connection
+from cli.failure import CommandFailure
+from cli.output import Output, fail
+
+P = ParamSpec("P")
+
+UrlOption = Annotated[
+    str | None, typer.Option("--url", help="Server, as http://HOST:PORT [env: HEADWAY_URL].")
+]
+KeyOption = Annotated[
+    str | None, typer.Option("--key", help="Operator key [env: HEADWAY_OPERATOR_KEY].")
+]
+DataDirOption = Annotated[
+    Path, typer.Option("--data-dir", help="Folder of the local `headway up`.", file_okay=False)
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """What a command works with."""
+
+    api: OperatorClient
+    out: Output
+
+
+def with_session(function: Callable[Concatenate[Session, P], None]) -> Callable[..., None]:
+    """Makes a command of a function whose first parameter is a Session."""
+
+    @wraps(function)
+    def command(
+        *args: Any, url: str | None, key: str | None, data_dir: Path, as_json: bool, **kwargs: Any
+    ) -> None:
+        with reported(), OperatorClient(*connection(url, key, data_dir)) as api:
+            function(Session(api=api, out=Output(is_json=as_json)), *args, **kwargs)
+
+    signature = inspect.signature(function, eval_str=True)
+    _, *own = signature.parameters.values()
+    options = (
+        ("as_json", JsonOption, False),
+        ("url", UrlOption, None),
+        ("key", KeyOption, None),
+        ("data_dir", DataDirOption, DATA_DIR),
+    )
+    added = [
+        inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
+        )
+        for name, annotation, default in options
+    ]
+    own = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own]
+    parameters = [*own, *added]
+    # Typer reads both; they describe the function that it is to call.
+    command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return command
+
+
+class reported:  # noqa: N801  (reads as a word in `with reported():`)
+    """Turns a CommandFailure inside its block into words on standard error and an exit code."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        if isinstance(error, CommandFailure):
+            fail(error)
+            raise typer.Exit(int(error.code)) from None

@@ -1,0 +1,35 @@
+"""The operator API under /operator/v1: one module per thing that operators look at or change."""
+
+from fastapi import APIRouter
+
+from controlplane.api.operator import (
+    catalog,
+    commands,
+    engines,
+    keys,
+    nodes,
+    requests,
+    status,
+    tenants,
+    workflows,
+)
+from controlplane.api.shapes import ErrorBody
+
+_ERRORS = (400, 401, 403, 404, 409, 500, 503)
+
+router = APIRouter(
+    prefix="/operator/v1",
+    responses={status: {"model": ErrorBody} for status in _ERRORS},
+)
+for _module in (
+    status,
+    catalog,
+    nodes,
+    engines,
+    tenants,
+    keys,
+    workflows,
+    requests,
+    commands,
+):
+    router.include_router(_module.router)

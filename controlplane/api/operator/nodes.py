@@ -1,0 +1,114 @@
+"""Nodes: what is declared, whether the agent is heard, and taking them out of service."""
+
+from datetime import datetime
+
+from fastapi import APIRouter
+
+from controlplane.api.operator.commands import CommandAnswer, Drain
+from controlplane.api.security import OperatorDep, ServicesDep, ViewerDep
+from controlplane.api.services import Services
+from controlplane.api.shapes import (
+    LIST_LIMIT_DEFAULT,
+    Answer,
+    Cursor,
+    Identifier,
+    Limit,
+    Page,
+    page_of,
+)
+from controlplane.domain.decision import Reason, Refuse
+from controlplane.domain.errors import Refused
+from controlplane.domain.ids import NodeId
+from controlplane.store import catalog, commands
+from controlplane.store.catalog import NodeRecord
+from dataplane.protocol.messages import CommandKind
+
+router = APIRouter(prefix="/nodes", tags=["nodes"])
+
+
+class NodeAnswer(Answer):
+    """`is_heard`: this replica hears the node's agent now. `engines` counts those it declared."""
+
+    id: str
+    region: str
+    gpu_type: str
+    gpus: int
+    address: str
+    is_cordoned: bool
+    is_heard: bool
+    agent_epoch: int
+    engines: int
+    last_seen_at: datetime | None
+    created_at: datetime
+
+
+class Drained(Answer):
+    """The node as it is now, and the commands that its agent was sent."""
+
+    node: NodeAnswer
+    commands: list[CommandAnswer]
+
+
+@router.get("")
+async def list_nodes(
+    _: ViewerDep, services: ServicesDep, limit: Limit = LIST_LIMIT_DEFAULT, cursor: Cursor = None
+) -> Page[NodeAnswer]:
+    """List nodes, newest first."""
+    found = await catalog.list_nodes(services.engine, limit=limit, cursor=cursor)
+    return page_of(found, lambda record: _answer(services, record))
+
+
+@router.post("/{node_id}/cordon")
+async def cordon(node_id: Identifier, _: OperatorDep, services: ServicesDep) -> NodeAnswer:
+    """Send nothing new to a node. What runs there goes on."""
+    return await _set_cordon(services, NodeId(node_id), is_cordoned=True)
+
+
+@router.post("/{node_id}/uncordon")
+async def uncordon(node_id: Identifier, _: OperatorDep, services: ServicesDep) -> NodeAnswer:
+    """Let a node take work again."""
+    return await _set_cordon(services, NodeId(node_id), is_cordoned=False)
+
+
+@router.post("/{node_id}/drain")
+async def drain(
+    node_id: Identifier, _: OperatorDep, services: ServicesDep, body: Drain | None = None
+) -> Drained:
+    """Cordon a node and tell its agent to drain every engine."""
+    node = await _set_cordon(services, NodeId(node_id), is_cordoned=True)
+    told = [
+        await commands.enqueue(
+            services.engine,
+            node_id=NodeId(node_id),
+            engine_id=engine.id,
+            kind=CommandKind.DRAIN,
+            deadline_s=(body or Drain()).deadline_s,
+        )
+        for engine in await catalog.list_engines(services.engine, NodeId(node_id))
+    ]
+    return Drained(node=node, commands=[CommandAnswer.model_validate(command) for command in told])
+
+
+async def _set_cordon(services: Services, node_id: NodeId, *, is_cordoned: bool) -> NodeAnswer:
+    await catalog.set_cordon(services.engine, node_id, is_cordoned=is_cordoned)
+    record = await catalog.get_node(services.engine, node_id)
+    if record is None:
+        raise Refused(Refuse(Reason.NOT_FOUND, f"there is no node `{node_id}`"))
+    return _answer(services, record)
+
+
+def _answer(services: Services, record: NodeRecord) -> NodeAnswer:
+    heard = services.fleet.nodes.get(record.id)
+    return NodeAnswer(
+        id=record.id,
+        region=record.region,
+        gpu_type=record.gpu_type,
+        gpus=record.gpus,
+        address=record.address,
+        is_cordoned=record.is_cordoned,
+        is_heard=heard is not None and heard.heard_ms > 0,
+        agent_epoch=record.agent_epoch,
+        engines=record.engines,
+        last_seen_at=record.last_seen_at,
+        created_at=record.created_at,
+    )

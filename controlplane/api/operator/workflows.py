@@ -1,0 +1,60 @@
+"""Workflows of every tenant."""
+
+from typing import Annotated
+
+from fastapi import APIRouter, Query
+
+from controlplane.api.security import OperatorDep, ServicesDep, ViewerDep
+from controlplane.api.shapes import LIST_LIMIT_DEFAULT, Cursor, Identifier, Limit, Page, page_of
+from controlplane.api.workflow_answers import WorkflowAnswer, answer, end_workflow, not_found
+from controlplane.domain.ids import TenantId, WorkflowId
+from controlplane.domain.outcome import WorkflowState
+from controlplane.store import workflows
+
+router = APIRouter(prefix="/workflows", tags=["operator workflows"])
+
+
+@router.get("")
+async def list_workflows(
+    _: ViewerDep,
+    services: ServicesDep,
+    tenant: Annotated[str | None, Query(max_length=63)] = None,
+    state: WorkflowState | None = None,
+    limit: Limit = LIST_LIMIT_DEFAULT,
+    cursor: Cursor = None,
+) -> Page[WorkflowAnswer]:
+    """List workflows, newest first."""
+    found = await workflows.list_workflows(
+        services.engine,
+        tenant=None if tenant is None else TenantId(tenant),
+        state=state,
+        limit=limit,
+        cursor=cursor,
+    )
+    return page_of(found, answer)
+
+
+@router.get("/{workflow_id}")
+async def get_workflow(
+    workflow_id: Identifier, _: ViewerDep, services: ServicesDep
+) -> WorkflowAnswer:
+    """Look at one workflow."""
+    record = await workflows.get(services.engine, WorkflowId(workflow_id), None)
+    if record is None:
+        raise not_found(workflow_id)
+    return answer(record)
+
+
+@router.post("/{workflow_id}/cancel")
+async def cancel_workflow(
+    workflow_id: Identifier, operator: OperatorDep, services: ServicesDep
+) -> WorkflowAnswer:
+    """End a running workflow: its further calls are refused."""
+    record = await end_workflow(
+        services,
+        workflow_id,
+        None,
+        WorkflowState.CANCELLED,
+        f"cancelled by operator key {operator.key_id}",
+    )
+    return answer(record)

@@ -1,0 +1,103 @@
+"""Who calls: a tenant by its key, or an operator with a role. Keys come as `Authorization: Bearer
+…`.
+"""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Annotated, cast
+
+from fastapi import Depends, Request, Security
+from fastapi.security import HTTPBearer
+
+from controlplane.api.services import Services
+from controlplane.domain.catalog import OperatorRole, Principal
+from controlplane.domain.decision import Reason, Refuse
+from controlplane.domain.errors import Refused
+from controlplane.domain.ids import KeyId
+from controlplane.store import keys
+
+KEY_CHARACTERS_MAX = 256
+
+# Each role may do what the ones before it may.
+_RANKS = {OperatorRole.VIEWER: 0, OperatorRole.OPERATOR: 1, OperatorRole.ADMIN: 2}
+
+_tenant_scheme = HTTPBearer(
+    scheme_name="TenantKey", description="A tenant's key, `hw-tenant-…`.", auto_error=False
+)
+_operator_scheme = HTTPBearer(
+    scheme_name="OperatorKey", description="An operator key, `hw-op-…`.", auto_error=False
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    key_id: KeyId
+    role: OperatorRole
+
+
+def services_of(request: Request) -> Services:
+    return cast("Services", request.app.state.services)
+
+
+ServicesDep = Annotated[Services, Depends(services_of)]
+
+
+def _bearer(request: Request) -> str:
+    """The key of the request. Raises Refused when there is none that could be one."""
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    key = key.strip()
+    if scheme.lower() != "bearer" or not key:
+        raise _unauthenticated("send a key as `Authorization: Bearer …`")
+    if len(key) > KEY_CHARACTERS_MAX or not key.isascii():
+        raise _unauthenticated("this is not a Headway key")
+    return key
+
+
+def _unauthenticated(detail: str) -> Refused:
+    return Refused(Refuse(Reason.INVALID_API_KEY, detail))
+
+
+# The schemes only write themselves into the OpenAPI document. FastAPI takes the last dependency of an
+# annotation alone, so a scheme stands inside of the check and never beside it.
+_TenantScheme = Annotated[object, Security(_tenant_scheme)]
+_OperatorScheme = Annotated[object, Security(_operator_scheme)]
+
+
+async def tenant_of(request: Request, services: ServicesDep, _: _TenantScheme) -> Principal:
+    principal = await services.gate.authenticate(_bearer(request).encode())
+    if principal is None:
+        raise _unauthenticated("the key is unknown, revoked, or not a tenant's")
+    return principal
+
+
+TenantDep = Annotated[Principal, Depends(tenant_of)]
+
+
+def operator_with(role: OperatorRole) -> Callable[..., Awaitable[Operator]]:
+    """A dependency that lets operators of `role` and above pass."""
+
+    async def operator_of(
+        request: Request, services: ServicesDep, _: _OperatorScheme
+    ) -> Operator:
+        key = _bearer(request)
+        found = None
+        if keys.is_well_formed(key):
+            found = await keys.find_operator(services.engine, keys.digest(services.pepper, key))
+        if found is None:
+            raise _unauthenticated("the key is unknown, revoked, or not an operator's")
+        key_id, held = found
+        if _RANKS[held] < _RANKS[role]:
+            raise Refused(
+                Refuse(
+                    Reason.FORBIDDEN_BY_POLICY,
+                    f"this needs the operator role `{role}`; key `{key_id}` has `{held}`",
+                )
+            )
+        return Operator(key_id=key_id, role=held)
+
+    return operator_of
+
+
+ViewerDep = Annotated[Operator, Depends(operator_with(OperatorRole.VIEWER))]
+OperatorDep = Annotated[Operator, Depends(operator_with(OperatorRole.OPERATOR))]
+AdminDep = Annotated[Operator, Depends(operator_with(OperatorRole.ADMIN))]

@@ -1,0 +1,36 @@
+"""What the HTTP surfaces are given by the composition root.
+
+They build nothing and read no environment.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from controlplane.bus import Bus
+from controlplane.domain.decision import Explanation
+from controlplane.domain.ids import ReplicaId
+from controlplane.runtime.admit import Gate
+from controlplane.runtime.fleet_state import FleetState
+from controlplane.runtime.loops import Leadership
+from controlplane.store.journal import Journal
+from controlplane.telemetry.metrics import Metrics
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Services:
+    """Collaborators of one replica. `explain` recomputes a decision that this replica remembers,
+    else None.
+    """
+
+    engine: AsyncEngine
+    pepper: bytes
+    gate: Gate
+    fleet: FleetState
+    journal: Journal
+    metrics: Metrics
+    bus: Bus
+    leader: Leadership
+    replica_id: ReplicaId
+    explain: Callable[[str], Explanation | None]

@@ -1,0 +1,77 @@
+"""Shapes that every router shares: strict bodies, lists with a cursor, bounded identifiers."""
+
+from collections.abc import Callable
+from typing import Annotated, Generic, Literal, TypeVar
+
+from fastapi import Path, Query
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
+
+from controlplane.store.paging import Page as StoredPage
+
+LIST_LIMIT_DEFAULT = 50
+LIST_LIMIT_MAX = 500
+CURSOR_CHARACTERS_MAX = 256
+
+R = TypeVar("R")
+T = TypeVar("T")
+
+
+class Body(BaseModel):
+    """A request body: unknown members are refused, nothing is coerced."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class Answer(BaseModel):
+    """A response body, built from a record of the store."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True, from_attributes=True)
+
+
+class Page(Answer, Generic[T]):
+    """A part of a list. `next_cursor` continues it, null at its end."""
+
+    object: Literal["list"] = "list"
+    data: list[T]
+    next_cursor: str | None = None
+
+
+def page_of(found: StoredPage[R], answer: Callable[[R], T]) -> Page[T]:
+    """A page of records as answers."""
+    return Page(data=[answer(record) for record in found.items], next_cursor=found.next_cursor)
+
+
+class ErrorDetail(Answer):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(Answer):
+    """The OpenAI error envelope. `code` is a reason of a closed set."""
+
+    error: ErrorDetail
+
+
+def _printable(text: str) -> str:
+    """PostgreSQL stores no NUL, and lone surrogates are no UTF-8."""
+    if "\x00" in text:
+        raise ValueError("must not contain NUL")
+    text.encode()
+    return text
+
+
+Text = Annotated[str, AfterValidator(_printable)]
+Slug = Annotated[
+    str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9_.-]*[a-z0-9])?$", max_length=63)
+]
+Name = Annotated[Text, StringConstraints(min_length=1, max_length=255)]
+Detail = Annotated[Text, StringConstraints(max_length=2_000)]
+Identifier = Annotated[str, Path(min_length=1, max_length=127, pattern=r"^[\x21-\x7e]+$")]
+Limit = Annotated[int, Query(ge=1, le=LIST_LIMIT_MAX, description="Most entries to return.")]
+Cursor = Annotated[
+    str | None,
+    Query(max_length=CURSOR_CHARACTERS_MAX, description="`next_cursor` of the previous page."),
+]
+Usd = Annotated[float, Field(gt=0, le=1_000_000, allow_inf_nan=False)]

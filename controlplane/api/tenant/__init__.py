@@ -1,0 +1,1 @@
+"""What a tenant manages with its own key."""

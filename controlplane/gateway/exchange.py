@@ -1,0 +1,543 @@
+"""One accepted call, from its ticket to its settlement: engines are asked, the answer is relayed.
+
+Whatever happens, cancellation included, the ticket is settled exactly once, with what was used.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+from msgspec import Raw
+
+from controlplane.domain.decision import Reason, Refuse
+from controlplane.domain.fleet import EngineRow
+from controlplane.domain.outcome import AttemptOutcome, RequestState, Usage
+from controlplane.gateway import legs, usage
+from controlplane.gateway.body import Body
+from controlplane.gateway.relay import Tap
+from controlplane.gateway.upstream import Connection, Upstream, UpstreamError
+from controlplane.runtime.call import Call, Ticket, monotonic_ms
+from controlplane.telemetry.metrics import Metrics
+from controlplane.telemetry.tracing import Stage, TraceContext, Tracing
+from controlplane.wire.openai import Answer
+from controlplane.wire.outcomes import OUTCOMES, envelope, error_response, stream_error_event
+
+if TYPE_CHECKING:
+    from controlplane.runtime.admit import Gate
+
+Send = Callable[[dict[str, Any]], Awaitable[None]]
+
+# From asking an engine to its first token; a call's own deadline may be sooner.
+FIRST_TOKEN_S_MAX: Final = 60.0
+# The longest pause inside of a stream, and the longest whole answer.
+SILENCE_S_MAX: Final = 60.0
+WHOLE_S_MAX: Final = 600.0
+# How soon a busy engine is worth asking again when it does not say: telemetry is younger by then.
+BACKPRESSURE_RETRY_MS: Final = 1_000
+# Bytes per token of an answer that came without usage.
+BYTES_PER_TOKEN: Final = 4
+
+_EVENT_STREAM: Final = b"text/event-stream"
+_HELD_KV: Final = b'"kv_transfer_params":{'
+_ABORT: Final = "abort"
+
+_answer = msgspec.json.Decoder(Answer).decode
+_index = msgspec.json.Decoder(dict[str, Raw]).decode
+_encode = msgspec.json.Encoder().encode
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """One engine failed a call; `status` is its HTTP status, 0 when there was none."""
+
+    row: EngineRow
+    outcome: AttemptOutcome
+    detail: str
+    status: int = 0
+    retry_after_ms: int | None = None
+
+
+class Exchange:
+    """Serves one ticket. `run` raises nothing but a cancellation that the client did not cause."""
+
+    __slots__ = (
+        "_asked", "_attempt_stages", "_body", "_cached_by_prefill", "_call", "_gate",
+        "_has_engine_worked", "_is_client_gone", "_is_started", "_last_token_ms", "_metrics",
+        "_path", "_reason", "_send", "_state", "_tap", "_ticket", "_trace", "_tracing",
+        "_ttft_ms", "_upstream", "_usage",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        gate: "Gate",
+        upstream: Upstream,
+        metrics: Metrics,
+        tracing: Tracing | None,
+        *,
+        ticket: Ticket,
+        call: Call,
+        body: Body,
+        path: bytes,
+        send: Send,
+        trace: TraceContext | None,
+        is_client_gone: Callable[[], bool],
+    ) -> None:
+        self._gate = gate
+        self._upstream = upstream
+        self._metrics = metrics
+        self._tracing = tracing
+        self._ticket = ticket
+        self._call = call
+        self._body = body
+        self._path = path
+        self._send = send
+        self._trace = trace
+        self._is_client_gone = is_client_gone
+        self._is_started = False
+        self._has_engine_worked = False
+        # The engine call that is under way: its row, leg and start.
+        self._asked: tuple[EngineRow, str, float] | None = None
+        self._attempt_stages: list[Stage] = []
+        self._tap: Tap | None = None
+        self._cached_by_prefill: int | None = None
+        self._ttft_ms: float | None = None
+        self._last_token_ms = 0.0
+        self._state = RequestState.FAILED
+        self._reason: Reason | None = Reason.INTERNAL_ERROR
+        self._usage: Usage | None = None
+
+    async def run(self) -> None:
+        model = (self._ticket.model.name,)
+        self._metrics.in_flight.add(model)
+        try:
+            await self._serve()
+        except asyncio.CancelledError:
+            if not self._is_client_gone():
+                # The process is ending: no stream may look finished that is not.
+                self._reason = Reason.STREAM_INTERRUPTED
+                await self._refuse(Refuse(Reason.STREAM_INTERRUPTED, "the server is shutting down"))
+                raise
+            self._state, self._reason = RequestState.CANCELLED, None
+            self._metrics.disconnects.add(model)
+        except Exception:
+            # The outermost frame of a call: a mistake of ours ends this call only.
+            log.exception("call %s failed on an unexpected error", self._ticket.id)
+            self._state, self._reason = RequestState.FAILED, Reason.INTERNAL_ERROR
+            await self._refuse(Refuse(Reason.INTERNAL_ERROR, "an unexpected error; it is logged"))
+        finally:
+            self._metrics.in_flight.add(model, -1)
+            self._settle()
+
+    # ------------------------------------------------------------ attempts
+
+    async def _serve(self) -> None:
+        while True:
+            failure = await self._attempt()
+            if failure is None:
+                return
+            self._metrics.upstream_errors.add((failure.row.engine_id, failure.outcome))
+            if not self._is_started and self._gate.retry(
+                self._ticket, failure.row, failure.outcome, failure.detail
+            ):
+                self._forget_attempt()
+                continue
+            await self._give_up(failure)
+            return
+
+    async def _attempt(self) -> Failure | None:
+        """Ask the engines of the current placement; None when the client has its answer."""
+        ticket, body = self._ticket, self._body
+        placement = ticket.placement
+        row = placement.decode
+        headers = self._engine_headers()
+        transfer: Raw | None = None
+        if placement.prefill is not None and ticket.prefill_url is not None:
+            transfer = await self._prefill(placement.prefill, headers)
+        leg = "whole" if transfer is None else "decode"
+        engine_body = body.for_engine(ticket.completion_tokens_max, ticket.cache_salt, transfer)
+        self._begin(row, leg)
+        try:
+            connection = await self._upstream.post(
+                ticket.decode_url,
+                self._path,
+                headers,
+                engine_body,
+                deadline=self._deadline(FIRST_TOKEN_S_MAX if body.is_stream else WHOLE_S_MAX),
+                is_fetching_kv=transfer is not None,
+            )
+        except UpstreamError as error:
+            return self._failed(row, error.outcome, error.detail)
+        outcome = legs.outcome_of(connection.status)
+        if outcome is not AttemptOutcome.OK:
+            return await self._refused_by_engine(row, connection, outcome)
+        self._has_engine_worked = True
+        if body.is_stream:
+            return await self._relay(row, connection, is_fetching_kv=transfer is not None)
+        return await self._answer_whole(row, connection)
+
+    async def _prefill(self, row: EngineRow, headers: bytes) -> Raw | None:
+        """The KV to fetch, or None: then the decode engine computes the prompt itself."""
+        ticket = self._ticket
+        assert ticket.prefill_url is not None
+        self._begin(row, "prefill")
+        filled = await legs.prefill(
+            self._upstream,
+            ticket.prefill_url,
+            self._path,
+            headers,
+            self._body.for_prefill(ticket.cache_salt),
+            deadline=self._deadline(legs.PREFILL_S_MAX),
+        )
+        match filled:
+            case legs.Prefilled(transfer, cached_tokens):
+                self._ended(AttemptOutcome.OK)
+                self._has_engine_worked = True
+                self._cached_by_prefill = cached_tokens
+                return transfer
+            case legs.Unfilled(outcome, detail):
+                self._ended(outcome, detail)
+                self._metrics.upstream_errors.add((row.engine_id, outcome))
+                return None
+
+    async def _refused_by_engine(
+        self, row: EngineRow, connection: Connection, outcome: AttemptOutcome
+    ) -> Failure | None:
+        """An answer of 4xx or 5xx. A mistake of the client's is passed on in the engine's words."""
+        status = connection.status
+        try:
+            answer = await connection.read()
+        except UpstreamError as error:
+            return self._failed(row, error.outcome, error.detail)
+        except BaseException:
+            connection.abort()
+            raise
+        connection.release()
+        if outcome is not AttemptOutcome.CLIENT_ERROR:
+            failure = self._failed(row, outcome, f"status {status}")
+            return Failure(row, outcome, failure.detail, status, connection.retry_after_ms)
+        self._ended(outcome, f"status {status}")
+        self._state, self._reason = RequestState.FAILED, Reason.INVALID_REQUEST
+        self._usage = usage.NOTHING_USED
+        await self._send_whole(status, _client_error_body(answer), is_error=True)
+        return None
+
+    # ------------------------------------------------------------ answers
+
+    async def _relay(
+        self, row: EngineRow, connection: Connection, *, is_fetching_kv: bool
+    ) -> Failure | None:
+        """Relay a stream. A failure after the first token is final, and is told by `_give_up`."""
+        if not connection.content_type.startswith(_EVENT_STREAM):
+            connection.abort()
+            return self._failed(row, AttemptOutcome.SERVER_ERROR, "the answer is not a stream")
+        body = self._body
+        tap = self._tap = Tap(hides_usage=not body.asks_usage, answers=body.sequences)
+        try:
+            while True:
+                data = await connection.next()
+                piece = tap.feed(data) if data else tap.end()
+                if self._ttft_ms is None and tap.has_token:
+                    self._note_first_token(connection)
+                if tap.is_done:
+                    connection.release()
+                    break
+                if tap.loss is not None:
+                    connection.abort()
+                    if piece and self._is_started:
+                        await self._send_piece(piece)
+                    return self._failed(row, AttemptOutcome.BROKEN_STREAM, tap.loss)
+                if piece:
+                    await self._send_piece(piece)
+        except UpstreamError as error:
+            outcome = error.outcome
+            if outcome is AttemptOutcome.CONNECT_ERROR:
+                outcome = AttemptOutcome.BROKEN_STREAM
+            return self._failed(row, outcome, error.detail)
+        except BaseException:
+            if is_fetching_kv and not tap.has_token:
+                connection.abort_after_first_byte()
+            else:
+                connection.abort()
+            raise
+        self._last_token_ms = monotonic_ms()
+        self._ended(AttemptOutcome.OK)
+        self._state, self._reason = RequestState.SUCCEEDED, None
+        if tap.usage is not None:
+            self._usage = usage.reported(tap.usage, self._cached_by_prefill)
+        await self._send_piece(piece, is_last=True)
+        return None
+
+    async def _answer_whole(self, row: EngineRow, connection: Connection) -> Failure | None:
+        try:
+            answer = await connection.read()
+        except UpstreamError as error:
+            connection.abort()
+            return self._failed(row, error.outcome, error.detail)
+        except BaseException:
+            connection.abort()
+            raise
+        connection.release()
+        try:
+            decoded = _answer(answer)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return self._failed(row, AttemptOutcome.SERVER_ERROR, "the answer is not a completion")
+        for choice in decoded.choices:
+            if choice.finish_reason == _ABORT:
+                return self._failed(
+                    row, AttemptOutcome.BROKEN_STREAM, "the engine aborted the answer"
+                )
+        self._ended(AttemptOutcome.OK)
+        self._state, self._reason = RequestState.SUCCEEDED, None
+        if decoded.usage is not None:
+            self._usage = usage.reported(decoded.usage, self._cached_by_prefill)
+        else:
+            most = self._ticket.completion_tokens_max * self._body.sequences
+            self._usage = usage.estimated(
+                self._ticket.request.prompt_tokens, min(most, len(answer) // BYTES_PER_TOKEN)
+            )
+        if _HELD_KV in answer:
+            # Where KV lies is between the engines.
+            members = _index(answer)
+            members.pop("kv_transfer_params", None)
+            answer = _encode(members)
+        await self._send_whole(legs.OK, answer)
+        return None
+
+    def _note_first_token(self, connection: Connection) -> None:
+        now_ms = monotonic_ms()
+        self._ttft_ms = now_ms - self._call.received_ms
+        self._gate.first_token(self._ticket, now_ms - self._ticket.decided_ms)
+        connection.expect_flow(SILENCE_S_MAX)
+
+    # ------------------------------------------------------------ failing
+
+    def _begin(self, row: EngineRow, leg: str) -> None:
+        self._asked = (row, leg, monotonic_ms() if self._trace is not None else 0.0)
+
+    def _ended(self, outcome: AttemptOutcome, detail: str = "") -> None:
+        """The engine call under way has ended: told to the gate once."""
+        asked = self._asked
+        if asked is None:
+            return
+        self._asked = None
+        row, leg, started_ms = asked
+        self._gate.attempted(self._ticket, row, leg, outcome, detail)
+        if self._trace is not None:
+            self._attempt_stages.append(
+                Stage(
+                    f"engine {leg}",
+                    started_ms,
+                    monotonic_ms(),
+                    {"headway.engine": row.engine_id, "headway.outcome": str(outcome)},
+                    is_error=outcome is not AttemptOutcome.OK,
+                )
+            )
+
+    def _failed(self, row: EngineRow, outcome: AttemptOutcome, detail: str) -> Failure:
+        self._ended(outcome, detail)
+        return Failure(row, outcome, detail)
+
+    def _forget_attempt(self) -> None:
+        """Another engine starts from nothing; nothing of the failed one has reached the client."""
+        self._tap = None
+        self._ttft_ms = None
+        self._cached_by_prefill = None
+        self._has_engine_worked = False
+
+    async def _give_up(self, failure: Failure) -> None:
+        self._state = RequestState.FAILED
+        detail = f"the engine failed: {failure.detail}"
+        retry_after_ms = None
+        match failure.outcome:
+            case AttemptOutcome.BACKPRESSURE:
+                reason = (
+                    Reason.QUEUE_FULL if failure.status == legs.TOO_MANY else Reason.NO_CAPACITY
+                )
+                detail = "every engine that was asked is busy"
+                retry_after_ms = failure.retry_after_ms or BACKPRESSURE_RETRY_MS
+            case AttemptOutcome.TIMEOUT:
+                reason = Reason.UPSTREAM_TIMEOUT
+                if self._call.deadline_ms is not None and monotonic_ms() >= self._deadline_ms():
+                    self._state = RequestState.EXPIRED
+            case _:
+                reason = Reason.UPSTREAM_ERROR
+        if self._is_started:
+            reason = Reason.STREAM_INTERRUPTED
+        self._reason = reason
+        await self._refuse(Refuse(reason, detail, retry_after_ms, self._ticket.id))
+
+    async def _refuse(self, refuse: Refuse) -> None:
+        """Tell the client: by status while that is possible, else by the stream's last event."""
+        if self._is_client_gone():
+            return
+        if self._is_started:
+            if not self._body.is_stream:
+                return
+            event = stream_error_event(refuse)
+            await self._send({"type": "http.response.body", "body": event, "more_body": False})
+            return
+        if refuse.reason is Reason.STREAM_INTERRUPTED:
+            refuse = Refuse(Reason.NO_CAPACITY, refuse.detail, BACKPRESSURE_RETRY_MS)
+        self._is_started = True
+        status, headers, body = error_response(refuse, self._ticket.id)
+        await self._send(
+            {
+                "type": "http.response.start",
+                "status": status,
+                "headers": [
+                    *((name.encode(), value.encode()) for name, value in headers),
+                    (b"content-length", b"%d" % len(body)),
+                ],
+            }
+        )
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+    # ------------------------------------------------------------ to the client
+
+    async def _send_piece(self, piece: bytes, *, is_last: bool = False) -> None:
+        if not self._is_started:
+            self._is_started = True
+            await self._send(
+                {
+                    "type": "http.response.start",
+                    "status": legs.OK,
+                    "headers": [
+                        (b"content-type", b"text/event-stream; charset=utf-8"),
+                        (b"cache-control", b"no-cache"),
+                        (b"x-accel-buffering", b"no"),
+                        *self._headers(),
+                    ],
+                }
+            )
+        await self._send({"type": "http.response.body", "body": piece, "more_body": not is_last})
+
+    async def _send_whole(self, status: int, body: bytes, *, is_error: bool = False) -> None:
+        self._is_started = True
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", b"%d" % len(body)),
+            *self._headers(),
+        ]
+        if is_error:
+            headers.append((b"x-should-retry", b"false"))
+            headers.append((b"x-headway-reason", str(Reason.INVALID_REQUEST).encode()))
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+    def _headers(self) -> tuple[tuple[bytes, bytes], ...]:
+        request_id = self._ticket.id.encode()
+        return (
+            (b"x-request-id", request_id),
+            (b"x-headway-decision", request_id),
+            (b"x-headway-engine", self._ticket.placement.decode.engine_id.encode()),
+        )
+
+    def _engine_headers(self) -> bytes:
+        """All that an engine is told: nothing of the client's own headers, least of all its key."""
+        accept = b"text/event-stream" if self._body.is_stream else b"application/json"
+        request_id = self._ticket.id.encode()
+        lines = b"content-type: application/json\r\naccept: %s\r\nx-request-id: %s\r\n" % (
+            accept,
+            request_id,
+        )
+        if self._trace is not None:
+            lines += b"traceparent: %s\r\n" % self._trace.traceparent()
+        return lines
+
+    # ------------------------------------------------------------ time and settlement
+
+    def _deadline(self, seconds: float) -> float:
+        """`seconds` from now, or the call's own deadline when that is sooner; monotonic seconds."""
+        now_ms = monotonic_ms()
+        deadline_ms = now_ms + seconds * 1000.0
+        if self._call.deadline_ms is not None:
+            deadline_ms = min(deadline_ms, self._deadline_ms())
+        return deadline_ms / 1000.0
+
+    def _deadline_ms(self) -> float:
+        return self._call.received_ms + (self._call.deadline_ms or 0)
+
+    def _used(self) -> Usage:
+        if self._usage is not None:
+            return self._usage
+        tap = self._tap
+        if tap is not None and tap.usage is not None:
+            return usage.reported(tap.usage, self._cached_by_prefill)
+        if self._has_engine_worked or self._state is RequestState.CANCELLED:
+            tokens = 0 if tap is None else tap.tokens
+            return usage.estimated(self._ticket.request.prompt_tokens, tokens)
+        return usage.NOTHING_USED
+
+    def _settle(self) -> None:
+        self._ended(AttemptOutcome.CANCELLED, "the client went away")
+        used = self._used()
+        now_ms = self._last_token_ms or monotonic_ms()
+        e2e_ms = now_ms - self._call.received_ms
+        ttft_ms, tpot_ms = self._ttft_ms, None
+        if ttft_ms is not None and used.completion_tokens > 1:
+            tpot_ms = (e2e_ms - ttft_ms) / (used.completion_tokens - 1)
+        state, reason = self._state, self._reason
+        self._gate.settle(self._ticket, state, used, reason, ttft_ms, tpot_ms, e2e_ms)
+        self._count(used, ttft_ms, tpot_ms, e2e_ms)
+        if self._trace is not None and self._tracing is not None:
+            self._tracing.finish(
+                self._trace, self._root_stage(used, e2e_ms), tuple(self._attempt_stages)
+            )
+
+    def _count(
+        self, used: Usage, ttft_ms: float | None, tpot_ms: float | None, e2e_ms: float
+    ) -> None:
+        metrics, call = self._metrics, self._call
+        model, tenant_class = self._ticket.model.name, call.principal.tenant.tenant_class
+        metrics.requests.add((call.endpoint, model, tenant_class, self._state, self._reason or ""))
+        labels = (model, tenant_class)
+        if ttft_ms is not None:
+            metrics.ttft.observe(ttft_ms / 1000.0, labels)
+        if tpot_ms is not None:
+            metrics.tpot.observe(tpot_ms / 1000.0, labels)
+        if self._state is RequestState.SUCCEEDED:
+            metrics.e2e.observe(e2e_ms / 1000.0, (call.endpoint, model, tenant_class))
+        metrics.tokens.add((model, tenant_class, "prompt"), used.prompt_tokens)
+        if used.cached_tokens:
+            metrics.tokens.add((model, tenant_class, "cached"), used.cached_tokens)
+        metrics.tokens.add((model, tenant_class, "completion"), used.completion_tokens)
+
+    def _root_stage(self, used: Usage, e2e_ms: float) -> Stage:
+        call = self._call
+        return Stage(
+            f"{call.endpoint} {self._ticket.model.name}",
+            call.received_ms,
+            call.received_ms + e2e_ms,
+            {
+                "gen_ai.operation.name": call.endpoint,
+                "gen_ai.request.model": self._ticket.model.name,
+                "gen_ai.usage.input_tokens": used.prompt_tokens,
+                "gen_ai.usage.output_tokens": used.completion_tokens,
+                "headway.request": self._ticket.id,
+                "headway.outcome": str(self._state),
+                "headway.attempts": self._ticket.attempt + 1,
+            },
+            is_error=self._state is RequestState.FAILED,
+        )
+
+
+def _client_error_body(answer: bytes) -> bytes:
+    """An engine's 4xx body: unchanged when it is an error envelope, else put into one."""
+    words = "the engine refused the request"
+    try:
+        members = _index(answer)
+        if bytes(members.get("error", b"")).startswith(b"{"):
+            return answer
+        message = members.get("message") or members.get("detail")
+        if message is not None:
+            decoded = msgspec.json.decode(message)
+            words = decoded if isinstance(decoded, str) else bytes(message).decode()
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        pass
+    error_type = OUTCOMES[Reason.INVALID_REQUEST].error_type
+    return _encode(envelope(words, error_type, None, Reason.INVALID_REQUEST))

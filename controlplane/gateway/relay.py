@@ -1,0 +1,204 @@
+"""Reads along in a stream of events: counts tokens, finds usage, tells loss from success.
+
+Bytes pass unchanged except for three things: usage that the client did not ask for is taken out,
+events before the first token are held back (so that until then another engine can take over), and
+what tells of a loss is never passed on.
+"""
+
+import re
+from typing import Final
+
+import msgspec
+from msgspec import Raw
+
+from controlplane.wire.openai import Chunk, UsageWire
+
+# The longest event that is put together from pieces, and the most held back before the first token.
+EVENT_BYTES_MAX: Final = 4 * 1024 * 1024
+DONE_EVENT: Final = b"data: [DONE]\n\n"
+
+_BOUNDARY = re.compile(rb"\r?\n\r?\n")
+_LINE = re.compile(rb"\r?\n")
+_NULL_USAGE = re.compile(rb',\s*"usage"\s*:\s*null(?=\s*[,}])')
+_DATA: Final = b"data: {"
+_NO_FINISH: Final = b'"finish_reason":null'
+_USAGE: Final = b'"usage"'
+_DONE: Final = b"[DONE]"
+# Values of `delta` and `text` that bring no token.
+_EMPTY: Final = frozenset({b'""', b"null", b"[]", b"{}"})
+_ABORT: Final = "abort"
+_NULL: Final = b"null"
+
+_decode = msgspec.json.Decoder(Chunk).decode
+_index = msgspec.json.Decoder(dict[str, Raw]).decode
+_encode = msgspec.json.Encoder().encode
+_message = msgspec.json.Decoder(dict[str, Raw]).decode
+
+
+class Tap:
+    """Fed with an engine's bytes in any pieces; gives back what the client gets.
+
+    `loss` is set when the stream can not end well; `is_done` when `[DONE]` has passed.
+    `tokens` counts pieces that carry output, which is about one per token.
+    """
+
+    __slots__ = (
+        "_answers", "_held", "_held_bytes", "_hides_usage", "_tail", "finished", "has_token",
+        "is_done", "loss", "tokens", "usage",
+    )  # fmt: skip
+
+    def __init__(self, *, hides_usage: bool, answers: int = 1) -> None:
+        self._hides_usage = hides_usage
+        self._answers = answers
+        self._tail = b""
+        self._held: list[bytes] = []
+        self._held_bytes = 0
+        self.finished = 0
+        self.has_token = False
+        self.is_done = False
+        self.loss: str | None = None
+        self.tokens = 0
+        self.usage: UsageWire | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        """Every answer has given the reason for its end."""
+        return self.finished >= self._answers
+
+    def feed(self, data: bytes) -> bytes:
+        """Take in some bytes; the bytes that can go to the client now."""
+        # Plain tokens only, one per event: nothing to look at. Quotes inside of a JSON string are
+        # escaped, so no text can look like these members. With several answers an event might hold
+        # two of them, and counting would not tell.
+        if (
+            self.has_token
+            and not self._tail
+            and self._answers == 1
+            and data.endswith(b"\n\n")
+            and data.count(_NO_FINISH) == (events := data.count(b"\n\n"))
+            and _USAGE not in data
+            and self.loss is None
+            and not self.is_done
+        ):
+            self.tokens += events
+            return data
+        return self._inspect(data)
+
+    def end(self) -> bytes:
+        """The engine's answer has ended: what is still owed to the client, or a `loss`."""
+        owed = self._inspect(b"\n\n") if self._tail.strip() else b""
+        if self.is_done or self.loss is not None:
+            return owed
+        if not self.is_finished:
+            self.loss = "the stream broke off"
+            return owed
+        self.is_done = True
+        return owed + self._released() + DONE_EVENT
+
+    def _inspect(self, data: bytes) -> bytes:
+        if self._tail:
+            data = self._tail + data
+            self._tail = b""
+        passed: list[bytes] = []
+        start = 0
+        for boundary in _BOUNDARY.finditer(data):
+            if self.loss is not None or self.is_done:
+                break
+            event = self._event(data[start : boundary.start()], boundary.group())
+            if event:
+                passed.append(event)
+            start = boundary.end()
+        if self.loss is None and not self.is_done:
+            self._tail = data[start:]
+            if len(self._tail) > EVENT_BYTES_MAX:
+                self.loss = f"an event of more than {EVENT_BYTES_MAX} bytes"
+        if self.has_token or self.is_done or self.is_finished:
+            return self._released() + b"".join(passed)
+        for event in passed:
+            self._held_bytes += len(event)
+        self._held += passed
+        if self._held_bytes > EVENT_BYTES_MAX:
+            self.loss = f"more than {EVENT_BYTES_MAX} bytes before the first token"
+        return b""
+
+    def _released(self) -> bytes:
+        held = b"".join(self._held)
+        self._held.clear()
+        self._held_bytes = 0
+        return held
+
+    def _event(self, event: bytes, boundary: bytes) -> bytes:
+        """One whole event; what the client gets of it."""
+        if (
+            self.has_token
+            and self._answers == 1
+            and _NO_FINISH in event
+            and _USAGE not in event
+            and event.startswith(_DATA)
+        ):
+            self.tokens += 1
+            return event + boundary
+        payload = _payload(event)
+        if payload is None:
+            return event + boundary
+        if payload == _DONE:
+            self.is_done = True
+            return event + boundary
+        try:
+            chunk = _decode(payload)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            self.loss = "the engine sent an event that is not a chunk"
+            return b""
+        if bytes(chunk.error) != _NULL:
+            self.loss = _words_of(chunk.error)
+            return b""
+        for choice in chunk.choices:
+            if choice.finish_reason == _ABORT:
+                self.loss = "the engine aborted the answer"
+                return b""
+            if choice.finish_reason is not None:
+                self.finished += 1
+        if chunk.choices and _has_output(chunk):
+            self.has_token = True
+            self.tokens += 1
+        if chunk.usage is not None:
+            # The last report counts; each one is the total so far.
+            self.usage = chunk.usage
+        if not self._hides_usage or _USAGE not in payload:
+            return event + boundary
+        if chunk.usage is None:
+            return _NULL_USAGE.sub(b"", event) + boundary
+        if not chunk.choices:
+            return b""
+        members = _index(payload)
+        members.pop("usage", None)
+        return b"data: " + _encode(members) + boundary
+
+
+def _payload(event: bytes) -> bytes | None:
+    """The data of an event, None for a comment or an event without any."""
+    if b"\n" not in event:
+        return event[5:].strip() if event.startswith(b"data:") else None
+    lines = [line[5:].strip() for line in _LINE.split(event) if line.startswith(b"data:")]
+    return b"\n".join(lines) if lines else None
+
+
+def _has_output(chunk: Chunk) -> bool:
+    for choice in chunk.choices:
+        if choice.text:
+            return True
+        if choice.delta is not None:
+            for name, value in choice.delta.items():
+                if name != "role" and bytes(value) not in _EMPTY:
+                    return True
+    return False
+
+
+def _words_of(error: Raw) -> str:
+    """The engine's own words, when its error has a message."""
+    try:
+        message = _message(error).get("message")
+        words = "" if message is None else msgspec.json.decode(message)
+    except msgspec.DecodeError:
+        words = ""
+    return f"the engine failed: {words}"[:200] if isinstance(words, str) else "the engine failed"

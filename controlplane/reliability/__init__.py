@@ -1,0 +1,1 @@
+"""State machines that keep failures small: breakers, retry budgets, deadlines. Pure, no clock."""

@@ -1,0 +1,1 @@
+"""Where a call runs: seven axes in one currency, the cheapest placement, and why it won. Pure."""

@@ -1,0 +1,262 @@
+"""How long a call takes on an engine: a roofline of GPU, model and load. Times in milliseconds.
+
+Coefficients: fit on 165 vLLM runs of Llama-3.1-70B fp8 on H100, H200 and B200, tensor parallel 1-8,
+concurrency 4-64, from NVIDIA aiconfigurator's published silicon measurements (Apache-2.0):
+
+    TPOT ms = 3.48 + 0.95 log2(tp) + 1.15 W/(tp BW) + 1.68 KV/(tp BW) + 2.10 FLOP/(tp F)
+
+with W the bytes of weights, KV the bytes of KV that a step reads, FLOP = 2 P (sequences + prefill
+tokens), BW bytes/s and F dense FLOP/s of one GPU. Mean error 7.3 % in sample, 7 to 10 % with the GPU
+type left out. What it misses on an engine, `EngineRow.ttft_correction` learns online.
+"""
+
+# What runs for every engine compares instead of calling max() and min(), which cost as much as the
+# rest of a term where the core is not compiled.
+# ruff: noqa: FURB136, PLR1730
+
+from dataclasses import dataclass
+from math import log2
+from typing import Final
+
+from controlplane.domain.catalog import GpuType, Model
+from controlplane.domain.fleet import EngineRow
+from controlplane.domain.request import Request
+from controlplane.scheduler.legs import DECODE, PREFILL
+
+STEP_OVERHEAD_MS: Final = 3.48
+STEP_OVERHEAD_MS_PER_DOUBLING: Final = 0.95
+WEIGHT_READ_FACTOR: Final = 1.15
+KV_READ_FACTOR: Final = 1.68
+FLOP_FACTOR: Final = 2.10
+
+# vLLM's default of --gpu-memory-utilization, and what activations and CUDA graphs take of it.
+HBM_USABLE_RATIO: Final = 0.90
+ACTIVATION_BYTES_PER_GPU: Final = 2 * 1024**3
+
+# vLLM's default of --max-num-seqs.
+SEATS_MAX: Final = 256
+# Calls in flight are bounded so that TPOT stays within this multiple of an empty engine's at the
+# nominal context, the loosest value that keeps 95 % of workflows in time (simulated).
+TPOT_STRETCH_MAX: Final = 2.5
+CONTEXT_TOKENS_NOMINAL: Final = 4096
+
+# Memory bandwidth of a GPU over that of its network card (H100: 3.35 TB/s over 50 GB/s), divided by
+# KV_READ_FACTOR: moving a token's KV to another engine against reading it once in a decode step.
+TRANSFER_PER_KV_READ: Final = 40.0
+
+# A call that waits inside an engine is taken to bring this many prompt tokens, when it is not ours.
+WAITING_TOKENS_EACH: Final = 1024
+
+# More than any sum of dollars: the cost of what is not feasible. A literal, so that C sees a constant.
+INFEASIBLE: Final = 1e999
+
+MS_PER_S: Final = 1000.0
+MS_PER_HOUR: Final = 3_600_000.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineRates:
+    """The products that do not depend on a request. Milliseconds, micro-dollars, tokens."""
+
+    prefill_base_ms: float
+    prefill_ms_per_token: float
+    prefill_ms_per_token_sq: float
+    decode_ms_base: float
+    decode_ms_per_seq: float
+    decode_ms_per_kv_token: float
+    micro_usd_per_ms: float
+    kv_tokens_capacity: int
+    seats_capacity: int
+    kv_price_micro_usd_per_token_s: float
+    load_ms: int
+
+
+def engine_rates(model: Model, gpu: GpuType, gpus: int) -> EngineRates:
+    """Rates of `model` on `gpus` GPUs of one type, in tensor parallel.
+
+    `kv_tokens_capacity` is 0 when the weights do not fit. A KV token-second is priced at the share of
+    the engine that it occupies: then holding KV for tau costs as much as computing it again exactly
+    at tau* = prefill time per token x capacity (the break-even of Continuum, arXiv 2511.02230).
+    """
+    bytes_per_ms = gpus * gpu.bandwidth_bytes_per_s / MS_PER_S
+    flops_per_ms = gpus * gpu.flops_per_s / MS_PER_S
+    base_ms = (
+        STEP_OVERHEAD_MS
+        + STEP_OVERHEAD_MS_PER_DOUBLING * log2(gpus)
+        + WEIGHT_READ_FACTOR * model.weights_bytes / bytes_per_ms
+    )
+    per_token_ms = FLOP_FACTOR * 2.0 * model.parameters / flops_per_ms
+    per_kv_token_ms = KV_READ_FACTOR * model.kv_bytes_per_token / bytes_per_ms
+    micro_usd_per_ms = gpus * gpu.price_micro_usd_per_hour / MS_PER_HOUR
+
+    kv_bytes = (
+        gpus * (gpu.hbm_bytes * HBM_USABLE_RATIO - ACTIVATION_BYTES_PER_GPU) - model.weights_bytes
+    )
+    kv_tokens = max(0, int(kv_bytes / model.kv_bytes_per_token))
+    stretch_ms = (TPOT_STRETCH_MAX - 1.0) * base_ms
+    seats = int(stretch_ms / (per_token_ms + per_kv_token_ms * CONTEXT_TOKENS_NOMINAL))
+    return EngineRates(
+        prefill_base_ms=base_ms,
+        prefill_ms_per_token=per_token_ms,
+        # Attention: 4 L d FLOP for each pair of a new token and a token before it.
+        prefill_ms_per_token_sq=FLOP_FACTOR * 4.0 * model.layers * model.hidden_size / flops_per_ms,
+        decode_ms_base=base_ms,
+        decode_ms_per_seq=per_token_ms,
+        decode_ms_per_kv_token=per_kv_token_ms,
+        micro_usd_per_ms=micro_usd_per_ms,
+        kv_tokens_capacity=kv_tokens,
+        seats_capacity=max(2, min(SEATS_MAX, seats)),
+        kv_price_micro_usd_per_token_s=micro_usd_per_ms * MS_PER_S / max(1, kv_tokens),
+        load_ms=model.load_ms,
+    )
+
+
+def prefill_ms(row: EngineRow, new_tokens: int, context: int) -> float:
+    """Time to compute the last `new_tokens` of a context of `context` tokens on an idle engine."""
+    return (
+        row.prefill_base_ms
+        + new_tokens * row.prefill_ms_per_token
+        + row.prefill_ms_per_token_sq
+        * (float(new_tokens) * context - 0.5 * new_tokens * new_tokens)
+    )
+
+
+def tpot_ms(row: EngineRow, sequences: int, kv_tokens: int, prefill_tokens: int) -> float:
+    """One step of a batch of `sequences` that holds `kv_tokens`, with `prefill_tokens` mixed in."""
+    return (
+        row.decode_ms_base
+        + sequences * row.decode_ms_per_seq
+        + kv_tokens * row.decode_ms_per_kv_token
+        + prefill_tokens * row.prefill_ms_per_token
+    )
+
+
+def uncached_prefill_ms(request: Request, row: EngineRow, cached_tokens: int) -> float:
+    """Time to compute what of the prompt is not cached, on an idle engine.
+
+    An engine always computes the last token, to have something to sample from.
+    """
+    prompt = float(request.prompt_tokens)
+    uncached = prompt - cached_tokens
+    if uncached < 1.0:
+        uncached = 1.0
+    return (
+        row.prefill_base_ms
+        + uncached * row.prefill_ms_per_token
+        + row.prefill_ms_per_token_sq * uncached * (prompt - 0.5 * uncached)
+    )
+
+
+def decode_gpu_ms(request: Request, row: EngineRow) -> float:
+    """Time of the engine that decoding uses up, as opposed to the time that it takes.
+
+    Steps are shared: a call pays its own FLOPs and KV reads, and of the weights' read one seat's
+    part, whoever else is there, so that the price does not depend on the load.
+    """
+    expected = float(request.completion_tokens_expected)
+    return expected * (
+        row.decode_ms_base / (row.seats_capacity or 1)
+        + row.decode_ms_per_seq
+        + (request.prompt_tokens + 0.5 * expected) * row.decode_ms_per_kv_token
+    )
+
+
+def sequences_on(row: EngineRow) -> int:
+    """Calls on the engine. Reports lag, own calls are known at once: the larger is nearer to now."""
+    return row.running if row.running > row.seats_taken else row.seats_taken
+
+
+def kv_tokens_on(row: EngineRow) -> int:
+    return row.kv_tokens_used if row.kv_tokens_used > row.kv_tokens_taken else row.kv_tokens_taken
+
+
+def kv_tokens_needed(request: Request, cached_tokens: int, leg: int) -> int:
+    """KV that is charged to the engine's credits: what the call adds at its peak.
+
+    After Past-Future (LightLLM): a call's peak is its prompt plus the output still expected. Prompt
+    tokens that the engine holds already are not added again. A decode leg receives the whole prompt.
+    """
+    if leg == PREFILL:
+        return request.prompt_tokens
+    if leg == DECODE:
+        return request.prompt_tokens + request.completion_tokens_expected
+    added = request.prompt_tokens - cached_tokens
+    return (added if added > 0 else 0) + request.completion_tokens_expected
+
+
+class Forecast:
+    """What is predicted of one call, or one leg of it, on one engine. Milliseconds, tokens, ratios.
+
+    `before_ms` passes before the leg can begin: the prefill of a decode leg. `kv_tokens` are charged
+    to credits; `kv_tokens_pinned` are in use at the peak, cached or not, for what is in use can not be
+    evicted. `prefill_ms` computes the uncached prompt. `gpu_ms` is the time of the engine that the call
+    uses up, as opposed to the times that it takes: `ttft_ms`, `ttft_ms_least` (its lower bound:
+    nobody else there), `tpot_ms` (mean step), `decode_ms` (first token to last), `e2e_ms`.
+    """
+
+    __slots__ = (
+        "before_ms", "cached_tokens", "decode_ms", "e2e_ms", "gpu_ms", "kv_saturation", "kv_tokens",
+        "kv_tokens_pinned", "leg", "now_ms", "prefill_ms", "sequences", "tpot_ms", "ttft_ms", "ttft_ms_least",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        request: Request,
+        row: EngineRow,
+        cached_tokens: int,
+        now_ms: int,
+        leg: int,
+        before_ms: float,
+    ) -> None:
+        prompt = float(request.prompt_tokens)
+        expected = 0.0 if leg == PREFILL else float(request.completion_tokens_expected)
+        sequences = sequences_on(row)
+        kv_tokens_there = float(kv_tokens_on(row))
+        context = prompt + 0.5 * expected
+        self.cached_tokens = cached_tokens
+        self.now_ms = now_ms
+        self.leg = leg
+        self.before_ms = before_ms
+        self.sequences = sequences
+        self.kv_tokens = kv_tokens_needed(request, cached_tokens, leg)
+        self.kv_tokens_pinned = prompt + expected
+
+        capacity = float(row.kv_tokens_capacity)
+        used = kv_tokens_there + self.kv_tokens
+        self.kv_saturation = used / capacity if used < capacity else 1.0
+
+        prefill_ms = uncached_prefill_ms(request, row, cached_tokens)
+        self.prefill_ms = prefill_ms
+        # How far a load has come is not reported, so all of it is counted.
+        warm_up_ms = 0.0 if row.is_warm else float(row.load_ms)
+        load_ms = sequences * row.decode_ms_per_seq + kv_tokens_there * row.decode_ms_per_kv_token
+        tpot_ms = (
+            row.decode_ms_base
+            + load_ms
+            + row.decode_ms_per_seq
+            + context * row.decode_ms_per_kv_token
+        )
+        if leg == DECODE:
+            # The KV arrives over the network, then the call takes part in one step.
+            transfer_ms = prompt * row.decode_ms_per_kv_token * TRANSFER_PER_KV_READ
+            ttft_ms = transfer_ms + tpot_ms + warm_up_ms
+            self.ttft_ms_least = transfer_ms + row.decode_ms_base + warm_up_ms
+        else:
+            # Prompts accepted before this one are computed first; the running batch shares the step.
+            backlog = float(row.waiting * WAITING_TOKENS_EACH)
+            if backlog < row.prefill_tokens_pending:
+                backlog = float(row.prefill_tokens_pending)
+            busy_ms = backlog * row.prefill_ms_per_token + load_ms
+            ttft_ms = (busy_ms + prefill_ms) * row.ttft_correction + warm_up_ms
+            least = row.ttft_correction if row.ttft_correction < 1.0 else 1.0
+            self.ttft_ms_least = prefill_ms * least + warm_up_ms
+        decode_ms = 0.0
+        gpu_ms = 0.0 if leg == DECODE else prefill_ms
+        if leg != PREFILL:
+            decode_ms = (expected - 1.0) * tpot_ms if expected > 1.0 else 0.0
+            gpu_ms += decode_gpu_ms(request, row)
+        self.ttft_ms = ttft_ms
+        self.tpot_ms = tpot_ms
+        self.decode_ms = decode_ms
+        self.e2e_ms = ttft_ms + decode_ms
+        self.gpu_ms = gpu_ms

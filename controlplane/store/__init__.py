@@ -1,0 +1,1 @@
+"""PostgreSQL, the one durable truth. Rows never leave this package; domain values do."""

@@ -1,0 +1,491 @@
+"""What is declared: read as one catalogue, written as whole documents.
+
+Every change raises the revision.
+"""
+
+import secrets
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, NoReturn
+
+from sqlalchemy import Row, Table, bindparam, delete, func, select, text, update
+from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+
+from controlplane.domain.catalog import Catalog, GpuType, Model, Node, SloClass
+from controlplane.domain.errors import ConfigurationError
+from controlplane.domain.ids import (
+    EngineId,
+    GpuTypeName,
+    ModelName,
+    NodeId,
+    RegionName,
+    SloClassName,
+    TenantId,
+)
+from controlplane.domain.money import MICRO_USD_PER_USD
+from controlplane.store import tables
+from controlplane.store.budgets import tenant_budget_id
+from controlplane.store.cluster import ClusterDocument
+from controlplane.store.paging import Page, newest_first, page
+from controlplane.store.session import transaction
+from dataplane.protocol.messages import EngineFacts
+
+CACHE_SALT_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AppliedSummary:
+    """How many entries of each kind a document declared, and the revision they made."""
+
+    regions: int
+    gpu_types: int
+    models: int
+    slo_classes: int
+    tenants: int
+    nodes: int
+    revision: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenantRecord:
+    id: TenantId
+    name: str
+    tenant_class: str
+    slo_class: SloClassName
+    is_disabled: bool
+    budget_id: str
+    limit_micro_usd: int
+    spent_micro_usd: int
+    reserved_micro_usd: int
+    created_at: datetime
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeRecord:
+    """`engines` counts those that the agent declared."""
+
+    id: NodeId
+    region: RegionName
+    gpu_type: GpuTypeName
+    gpus: int
+    address: str
+    is_cordoned: bool
+    agent_epoch: int
+    last_seen_at: datetime | None
+    created_at: datetime
+    engines: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineRecord:
+    id: EngineId
+    node_id: NodeId
+    model: ModelName
+    role: str
+    kind: str
+    port: int
+    gpus: int
+    seats: int
+    kv_tokens: int
+    state: str
+    updated_at: datetime
+
+
+# ---------------------------------------------------------------- reading
+
+
+async def catalog_revision(engine: AsyncEngine) -> int:
+    async with transaction(engine) as connection:
+        return int(await connection.scalar(select(tables.catalog_revision.c.revision)) or 0)
+
+
+async def load_catalog(engine: AsyncEngine) -> Catalog:
+    """Everything declared, at one revision."""
+    async with transaction(engine) as connection:
+        # The tables and the revision are read from one snapshot.
+        await connection.execute(text("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY"))
+        revision = int(await connection.scalar(select(tables.catalog_revision.c.revision)) or 0)
+        regions = await connection.execute(select(tables.regions.c.name).order_by("name"))
+        gpu_types = await connection.execute(select(tables.gpu_types).order_by("name"))
+        models = await connection.execute(select(tables.models).order_by("name"))
+        slo_classes = await connection.execute(select(tables.slo_classes).order_by("name"))
+        nodes = await connection.execute(select(tables.nodes).order_by("id"))
+        return Catalog(
+            revision=revision,
+            regions=tuple(RegionName(row.name) for row in regions),
+            gpu_types={row.name: GpuType(**_members(row)) for row in gpu_types},
+            models={row.name: Model(**_members(row)) for row in models},
+            slo_classes={row.name: SloClass(**_members(row)) for row in slo_classes},
+            nodes={
+                row.id: Node(
+                    id=row.id,
+                    region=row.region,
+                    gpu_type=row.gpu_type,
+                    gpus=row.gpus,
+                    address=row.address,
+                    is_cordoned=row.is_cordoned,
+                )
+                for row in nodes
+            },
+        )
+
+
+async def list_models(engine: AsyncEngine) -> list[Model]:
+    async with transaction(engine) as connection:
+        rows = await connection.execute(select(tables.models).order_by("name"))
+        return [Model(**_members(row)) for row in rows]
+
+
+async def list_nodes(
+    engine: AsyncEngine, *, limit: int = 50, cursor: str | None = None
+) -> Page[NodeRecord]:
+    """Newest first. Raises BadCursor."""
+    counted = (
+        select(func.count())
+        .where(tables.engines.c.node_id == tables.nodes.c.id)
+        .scalar_subquery()
+        .label("engines")
+    )
+    statement = newest_first(
+        select(tables.nodes, counted),
+        tables.nodes.c.created_at,
+        tables.nodes.c.id,
+        limit=limit,
+        cursor=cursor,
+    )
+    async with transaction(engine) as connection:
+        rows = (await connection.execute(statement)).all()
+    items = [NodeRecord(**_members(row)) for row in rows]
+    return page(items, [(item.created_at, item.id) for item in items], limit)
+
+
+async def get_node(engine: AsyncEngine, node_id: NodeId) -> NodeRecord | None:
+    counted = (
+        select(func.count())
+        .where(tables.engines.c.node_id == tables.nodes.c.id)
+        .scalar_subquery()
+        .label("engines")
+    )
+    async with transaction(engine) as connection:
+        row = (
+            await connection.execute(
+                select(tables.nodes, counted).where(tables.nodes.c.id == node_id)
+            )
+        ).one_or_none()
+    return None if row is None else NodeRecord(**_members(row))
+
+
+async def list_engines(engine: AsyncEngine, node_id: NodeId | None = None) -> list[EngineRecord]:
+    """What agents last declared, by id."""
+    statement = select(tables.engines).order_by("id")
+    if node_id is not None:
+        statement = statement.where(tables.engines.c.node_id == node_id)
+    async with transaction(engine) as connection:
+        return [EngineRecord(**_members(row)) for row in await connection.execute(statement)]
+
+
+_tenant_columns = (
+    tables.tenants.c.id,
+    tables.tenants.c.name,
+    tables.tenants.c.tenant_class,
+    tables.tenants.c.slo_class,
+    tables.tenants.c.is_disabled,
+    tables.tenants.c.budget_id,
+    tables.tenants.c.created_at,
+    tables.budgets.c.limit_micro_usd,
+    tables.budgets.c.spent_micro_usd,
+    tables.budgets.c.reserved_micro_usd,
+)
+
+
+async def list_tenants(
+    engine: AsyncEngine, *, limit: int = 50, cursor: str | None = None
+) -> Page[TenantRecord]:
+    """Newest first, with their budgets. Raises BadCursor."""
+    statement = newest_first(
+        select(*_tenant_columns).join_from(tables.tenants, tables.budgets),
+        tables.tenants.c.created_at,
+        tables.tenants.c.id,
+        limit=limit,
+        cursor=cursor,
+    )
+    async with transaction(engine) as connection:
+        rows = (await connection.execute(statement)).all()
+    items = [TenantRecord(**_members(row)) for row in rows]
+    return page(items, [(item.created_at, item.id) for item in items], limit)
+
+
+async def get_tenant(engine: AsyncEngine, tenant_id: TenantId) -> TenantRecord | None:
+    async with transaction(engine) as connection:
+        return await _tenant(connection, tenant_id)
+
+
+async def _tenant(connection: AsyncConnection, tenant_id: TenantId) -> TenantRecord | None:
+    statement = select(*_tenant_columns).join_from(tables.tenants, tables.budgets)
+    row = (
+        await connection.execute(statement.where(tables.tenants.c.id == tenant_id))
+    ).one_or_none()
+    return None if row is None else TenantRecord(**_members(row))
+
+
+# ---------------------------------------------------------------- writing
+
+
+async def apply_cluster(engine: AsyncEngine, cluster: ClusterDocument) -> AppliedSummary:
+    """Declare what the document says, all or nothing.
+
+    A tenant's limit is never set below what it has spent and reserved. Raises ConfigurationError
+    when the document names something that is neither in it nor declared already.
+    """
+    try:
+        async with transaction(engine) as connection:
+            await _apply(connection, cluster)
+            revision = await raise_revision(connection)
+    except IntegrityError as error:
+        _refuse(error)
+    return AppliedSummary(
+        regions=len(cluster.regions),
+        gpu_types=len(cluster.gpu_types),
+        models=len(cluster.models),
+        slo_classes=len(cluster.slo_classes),
+        tenants=len(cluster.tenants),
+        nodes=len(cluster.nodes),
+        revision=revision,
+    )
+
+
+async def create_tenant(
+    engine: AsyncEngine,
+    *,
+    tenant_id: TenantId,
+    name: str,
+    tenant_class: str,
+    slo_class: str,
+    budget_micro_usd: int,
+) -> TenantRecord | None:
+    """A further tenant; None when the id is taken.
+
+    Raises ConfigurationError on an unknown SLO class.
+    """
+    try:
+        async with transaction(engine) as connection:
+            if await _tenant(connection, tenant_id) is not None:
+                return None
+            budget_id = tenant_budget_id(tenant_id)
+            await connection.execute(
+                insert(tables.budgets)
+                .values(id=budget_id, limit_micro_usd=budget_micro_usd)
+                .on_conflict_do_nothing()
+            )
+            added = await connection.execute(
+                insert(tables.tenants)
+                .values(
+                    id=tenant_id,
+                    name=name,
+                    tenant_class=tenant_class,
+                    slo_class=slo_class,
+                    budget_id=budget_id,
+                    cache_salt=_new_salt(),
+                )
+                .on_conflict_do_nothing()
+            )
+            if added.rowcount == 0:
+                return None
+            await raise_revision(connection)
+            return await _tenant(connection, tenant_id)
+    except IntegrityError as error:
+        _refuse(error)
+
+
+async def set_disabled(
+    engine: AsyncEngine, tenant_id: TenantId, *, is_disabled: bool
+) -> TenantRecord | None:
+    """Refuse, or let in again, every further request of a tenant.
+
+    None when there is no such tenant.
+    """
+    async with transaction(engine) as connection:
+        await connection.execute(
+            update(tables.tenants)
+            .where(tables.tenants.c.id == tenant_id)
+            .values(is_disabled=is_disabled)
+        )
+        await raise_revision(connection)
+        return await _tenant(connection, tenant_id)
+
+
+async def set_cordon(engine: AsyncEngine, node_id: NodeId, *, is_cordoned: bool) -> bool:
+    """Whether the node exists; it is (un)cordoned then."""
+    async with transaction(engine) as connection:
+        changed = await connection.execute(
+            update(tables.nodes).where(tables.nodes.c.id == node_id).values(is_cordoned=is_cordoned)
+        )
+        if changed.rowcount:
+            await raise_revision(connection)
+        return changed.rowcount > 0
+
+
+async def upsert_engines(
+    engine: AsyncEngine, node_id: NodeId, agent_epoch: int, facts: Sequence[EngineFacts]
+) -> bool:
+    """Write what an agent declared of its node, unless a later start of it has spoken already.
+
+    False when the node is unknown or the epoch is old. Engines of undeclared models are left out,
+    as nothing can be placed on them.
+    """
+    async with transaction(engine) as connection:
+        taken = await connection.execute(
+            update(tables.nodes)
+            .where(tables.nodes.c.id == node_id, tables.nodes.c.agent_epoch <= agent_epoch)
+            .values(agent_epoch=agent_epoch, last_seen_at=func.now())
+        )
+        if taken.rowcount == 0:
+            return False
+        known = set(
+            await connection.scalars(
+                select(tables.models.c.name).where(
+                    tables.models.c.name.in_({entry.model for entry in facts})
+                )
+            )
+        )
+        kept = [entry for entry in facts if entry.model in known]
+        await connection.execute(
+            delete(tables.engines).where(
+                tables.engines.c.node_id == node_id,
+                tables.engines.c.id.not_in([entry.engine_id for entry in kept]),
+            )
+        )
+        rows = [
+            {
+                "id": entry.engine_id,
+                "node_id": node_id,
+                "model": entry.model,
+                "role": entry.role,
+                "kind": entry.kind,
+                "port": entry.port,
+                "gpus": entry.gpus,
+                "seats": entry.seats,
+                "kv_tokens": entry.kv_tokens,
+                "state": str(entry.state),
+            }
+            for entry in kept
+        ]
+        # An engine's id belongs to the node that declared it first: no agent takes over another's.
+        await _upsert(connection, tables.engines, rows, owner="node_id", stamp="updated_at")
+    return True
+
+
+async def touch_nodes(engine: AsyncEngine, node_ids: Iterable[NodeId]) -> None:
+    """Note that the agents of these nodes were heard just now."""
+    ids = sorted(node_ids)
+    if not ids:
+        return
+    async with transaction(engine) as connection:
+        await connection.execute(
+            update(tables.nodes).where(tables.nodes.c.id.in_(ids)).values(last_seen_at=func.now())
+        )
+
+
+async def raise_revision(connection: AsyncConnection) -> int:
+    """Tell every replica to read again, once the transaction commits."""
+    revision = await connection.scalar(
+        update(tables.catalog_revision)
+        .values(revision=tables.catalog_revision.c.revision + 1)
+        .returning(tables.catalog_revision.c.revision)
+    )
+    return int(revision or 0)
+
+
+async def _apply(connection: AsyncConnection, cluster: ClusterDocument) -> None:
+    # In order of reference, and each kind by id, so that two documents at once never wait in a
+    # ring.
+    await _upsert(connection, tables.regions, [{"name": name} for name in sorted(cluster.regions)])
+    for table, entries in (
+        (tables.gpu_types, sorted(cluster.gpu_types, key=lambda entry: entry.name)),
+        (tables.models, sorted(cluster.models, key=lambda entry: entry.name)),
+        (tables.slo_classes, sorted(cluster.slo_classes, key=lambda entry: entry.name)),
+    ):
+        await _upsert(connection, table, [entry.model_dump() for entry in entries])
+    nodes = sorted(cluster.nodes, key=lambda entry: entry.id)
+    await _upsert(
+        connection, tables.nodes, [entry.model_dump(exclude={"engines"}) for entry in nodes]
+    )
+    for tenant in sorted(cluster.tenants, key=lambda entry: entry.id):
+        budget_id = tenant_budget_id(TenantId(tenant.id))
+        limit = round(tenant.budget_usd * MICRO_USD_PER_USD)
+        budget = insert(tables.budgets).values(id=budget_id, limit_micro_usd=limit)
+        await connection.execute(
+            budget.on_conflict_do_update(
+                index_elements=["id"],
+                set_={
+                    "limit_micro_usd": func.greatest(
+                        budget.excluded.limit_micro_usd,
+                        tables.budgets.c.spent_micro_usd + tables.budgets.c.reserved_micro_usd,
+                    )
+                },
+            )
+        )
+        declared = insert(tables.tenants).values(
+            id=tenant.id,
+            name=tenant.name,
+            tenant_class=tenant.tenant_class,
+            slo_class=tenant.slo_class,
+            budget_id=budget_id,
+            cache_salt=_new_salt(),
+        )
+        # The salt stays: engines hold caches under it.
+        await connection.execute(
+            declared.on_conflict_do_update(
+                index_elements=["id"],
+                set_={
+                    name: declared.excluded[name] for name in ("name", "tenant_class", "slo_class")
+                },
+            )
+        )
+
+
+async def _upsert(
+    connection: AsyncConnection,
+    table: Table,
+    rows: list[dict[str, Any]],
+    *,
+    owner: str | None = None,
+    stamp: str | None = None,
+) -> None:
+    """Insert or overwrite by primary key; with `owner`, only rows whose owner is the same."""
+    if not rows:
+        return
+    key = [column.name for column in table.primary_key.columns]
+    statement = insert(table).values({name: bindparam(name) for name in rows[0]})
+    changes: dict[str, Any] = {
+        name: statement.excluded[name] for name in rows[0] if name not in key
+    }
+    if stamp is not None:
+        changes[stamp] = func.now()
+    if not changes:
+        await connection.execute(statement.on_conflict_do_nothing(), rows)
+        return
+    condition = None if owner is None else table.c[owner] == statement.excluded[owner]
+    await connection.execute(
+        statement.on_conflict_do_update(index_elements=key, set_=changes, where=condition), rows
+    )
+
+
+def _refuse(error: IntegrityError) -> NoReturn:
+    """Words for a document that does not fit what is declared. PostgreSQL names the key."""
+    diagnosis = getattr(error.orig, "diag", None)
+    detail = getattr(diagnosis, "message_detail", None) or "a value breaks a rule of its table"
+    raise ConfigurationError(
+        f"nothing was changed: {detail.rstrip('.')}; declare it first"
+    ) from error
+
+
+def _new_salt() -> str:
+    return secrets.token_hex(CACHE_SALT_BYTES)
+
+
+def _members(row: Row[*tuple[Any, ...]]) -> dict[str, Any]:
+    return dict(row._mapping)  # noqa: SLF001 - SQLAlchemy's documented way to a mapping

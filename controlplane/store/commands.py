@@ -1,0 +1,173 @@
+"""Commands to agents: written here first, sent by the leader, ended by the agent's answer."""
+
+import secrets
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+import msgspec
+from sqlalchemy import Row, func, select, text, update
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from controlplane.domain.errors import ConfigurationError
+from controlplane.domain.ids import CommandId, EngineId, NodeId
+from controlplane.store import tables
+from controlplane.store.paging import Page, newest_first, page
+from controlplane.store.session import transaction
+from dataplane.protocol.messages import CommandKind, EngineSpec
+
+DETAIL_CHARACTERS_MAX = 2_000
+DEADLINE_S_DEFAULT = 30.0
+_ID_BYTES = 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommandRecord:
+    """`epoch` is the leader's under which it was last sent, or at which it was written."""
+
+    id: CommandId
+    node_id: NodeId
+    engine_id: EngineId
+    kind: CommandKind
+    epoch: int
+    deadline_s: float
+    spec: EngineSpec | None
+    state: str
+    detail: str
+    created_at: datetime
+    sent_at: datetime | None
+    ended_at: datetime | None
+
+
+async def enqueue(
+    engine: AsyncEngine,
+    *,
+    node_id: NodeId,
+    engine_id: EngineId,
+    kind: CommandKind,
+    deadline_s: float = DEADLINE_S_DEFAULT,
+    spec: EngineSpec | None = None,
+    command_id: CommandId | None = None,
+) -> CommandRecord:
+    """Write a command to be sent. The same id again changes nothing and returns what is there.
+
+    Raises ConfigurationError when the node does not exist.
+    """
+    identifier = command_id or CommandId(f"cmd-{secrets.token_hex(_ID_BYTES)}")
+    body = {"deadline_s": deadline_s, "spec": None if spec is None else msgspec.to_builtins(spec)}
+    try:
+        async with transaction(engine) as connection:
+            await connection.execute(
+                text(
+                    """
+                    INSERT INTO commands (id, node_id, engine_id, kind, epoch, body)
+                    SELECT :id, :node_id, :engine_id, :kind, leader.epoch, CAST(:body AS jsonb)
+                    FROM leader
+                    ON CONFLICT (id) DO NOTHING
+                    """
+                ),
+                {
+                    "id": identifier,
+                    "node_id": node_id,
+                    "engine_id": engine_id,
+                    "kind": str(kind),
+                    "body": msgspec.json.encode(body).decode(),
+                },
+            )
+            row = (
+                await connection.execute(
+                    select(tables.commands).where(tables.commands.c.id == identifier)
+                )
+            ).one()
+    except IntegrityError as error:
+        raise ConfigurationError(f"node `{node_id}` does not exist: declare it first") from error
+    return _record(row)
+
+
+async def unsent(engine: AsyncEngine, limit: int) -> list[CommandRecord]:
+    """Commands that wait to be sent, oldest first."""
+    statement = (
+        select(tables.commands)
+        .where(tables.commands.c.state == "pending")
+        .order_by(tables.commands.c.created_at, tables.commands.c.id)
+        .limit(limit)
+    )
+    async with transaction(engine) as connection:
+        return [_record(row) for row in await connection.execute(statement)]
+
+
+async def mark_sent(engine: AsyncEngine, command_id: CommandId, epoch: int) -> bool:
+    """Note that the leader of `epoch` sent it. False: another one leads by now, or it was
+    answered.
+    """
+    async with transaction(engine) as connection:
+        marked = await connection.execute(
+            update(tables.commands)
+            .where(
+                tables.commands.c.id == command_id,
+                tables.commands.c.state == "pending",
+                select(tables.leader.c.epoch).scalar_subquery() == epoch,
+            )
+            .values(state="sent", epoch=epoch, sent_at=func.clock_timestamp())
+        )
+    return marked.rowcount > 0
+
+
+async def finish(engine: AsyncEngine, command_id: CommandId, state: str, detail: str) -> bool:
+    """Note the agent's answer: done, failed or stale_epoch. The first answer stands."""
+    async with transaction(engine) as connection:
+        ended = await connection.execute(
+            update(tables.commands)
+            .where(
+                tables.commands.c.id == command_id,
+                tables.commands.c.state.in_(("pending", "sent")),
+            )
+            .values(
+                state=state,
+                detail=detail.replace("\x00", "")[:DETAIL_CHARACTERS_MAX],
+                ended_at=func.clock_timestamp(),
+            )
+        )
+    return ended.rowcount > 0
+
+
+async def list_commands(
+    engine: AsyncEngine,
+    *,
+    node_id: NodeId | None = None,
+    limit: int = 50,
+    cursor: str | None = None,
+) -> Page[CommandRecord]:
+    """Newest first. Raises BadCursor."""
+    statement = select(tables.commands)
+    if node_id is not None:
+        statement = statement.where(tables.commands.c.node_id == node_id)
+    statement = newest_first(
+        statement,
+        tables.commands.c.created_at,
+        tables.commands.c.id,
+        limit=limit,
+        cursor=cursor,
+    )
+    async with transaction(engine) as connection:
+        items = [_record(row) for row in await connection.execute(statement)]
+    return page(items, [(item.created_at, item.id) for item in items], limit)
+
+
+def _record(row: Row[Any]) -> CommandRecord:
+    spec = row.body.get("spec")
+    return CommandRecord(
+        id=row.id,
+        node_id=row.node_id,
+        engine_id=row.engine_id,
+        kind=CommandKind(row.kind),
+        epoch=row.epoch,
+        deadline_s=float(row.body["deadline_s"]),
+        spec=None if spec is None else msgspec.convert(spec, EngineSpec),
+        state=row.state,
+        detail=row.detail,
+        created_at=row.created_at,
+        sent_at=row.sent_at,
+        ended_at=row.ended_at,
+    )

@@ -1,0 +1,204 @@
+"""Keys of tenants and operators. A key is shown once; what is stored is a keyed digest of it."""
+
+import base64
+import hashlib
+import secrets
+import zlib
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Literal
+
+from sqlalchemy import func, insert, select, update
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from controlplane.domain.catalog import OperatorRole, Principal, Tenant
+from controlplane.domain.errors import ConfigurationError
+from controlplane.domain.ids import KeyId, TenantId
+from controlplane.store import tables
+from controlplane.store.catalog import raise_revision
+from controlplane.store.paging import Page, newest_first, page
+from controlplane.store.session import transaction
+
+KEY_CHARACTERS_MAX = 80
+_ID_ALPHABET = "abcdefghijkmnpqrstuvwxyz23456789"
+_ID_CHARACTERS = 8
+_SECRET_BYTES = 32
+_SECRET_CHARACTERS = 43
+_CHECK_CHARACTERS = 8
+_BASE64URL = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_")
+
+KeyPrefix = Literal["tenant", "op"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyRecord:
+    """Of tenant or operator, the other is None."""
+
+    id: KeyId
+    tenant_id: TenantId | None
+    operator_role: OperatorRole | None
+    name: str
+    created_at: datetime
+    revoked_at: datetime | None
+
+
+def new_key(prefix: KeyPrefix) -> tuple[str, KeyId]:
+    """A fresh key and its id: `hw-<tenant|op>-<id>-<256 random bits>-<CRC-32>`."""
+    key_id = "".join(secrets.choice(_ID_ALPHABET) for _ in range(_ID_CHARACTERS))
+    secret = base64.urlsafe_b64encode(secrets.token_bytes(_SECRET_BYTES)).rstrip(b"=").decode()
+    body = f"hw-{prefix}-{key_id}-{secret}"
+    return f"{body}-{_check(body)}", KeyId(key_id)
+
+
+def is_well_formed(plain: str) -> bool:
+    """Whether `plain` can be a key. Keeps garbage away from the database; proves nothing."""
+    if len(plain) > KEY_CHARACTERS_MAX or not plain.isascii():
+        return False
+    body, check = plain[: -_CHECK_CHARACTERS - 1], plain[-_CHECK_CHARACTERS:]
+    if plain[-_CHECK_CHARACTERS - 1 : -_CHECK_CHARACTERS] != "-" or _check(body) != check:
+        return False
+    # The secret's alphabet contains the separator, so it is cut by length.
+    head, secret = body[: -_SECRET_CHARACTERS - 1], body[-_SECRET_CHARACTERS:]
+    parts = head.split("-")
+    return (
+        len(parts) == 3  # noqa: PLR2004 - hw, kind, id
+        and parts[0] == "hw"
+        and parts[1] in {"tenant", "op"}
+        and len(parts[2]) == _ID_CHARACTERS
+        and body[-_SECRET_CHARACTERS - 1] == "-"
+        and set(secret) <= _BASE64URL
+    )
+
+
+def digest(pepper: bytes, plain: str) -> bytes:
+    """What is stored of a key. Keyed BLAKE2 is a MAC by design: without the pepper it tells
+    nothing.
+    """
+    return hashlib.blake2b(plain.encode("utf-8", "replace"), key=pepper, digest_size=32).digest()
+
+
+async def create_tenant_key(
+    engine: AsyncEngine, pepper: bytes, tenant_id: TenantId, name: str
+) -> tuple[KeyId, str]:
+    """The id and the key itself, which is not stored.
+
+    Raises ConfigurationError on an unknown tenant.
+    """
+    plain, key_id = new_key("tenant")
+    try:
+        async with transaction(engine) as connection:
+            await connection.execute(
+                insert(tables.api_keys).values(
+                    id=key_id, digest=digest(pepper, plain), tenant_id=tenant_id, name=name
+                )
+            )
+            await raise_revision(connection)
+    except IntegrityError as error:
+        raise ConfigurationError(f"tenant `{tenant_id}` does not exist: create it first") from error
+    return key_id, plain
+
+
+async def create_operator_key(
+    engine: AsyncEngine, pepper: bytes, role: OperatorRole, name: str
+) -> tuple[KeyId, str]:
+    """The id and the key itself, which is not stored."""
+    plain, key_id = new_key("op")
+    async with transaction(engine) as connection:
+        await connection.execute(
+            insert(tables.api_keys).values(
+                id=key_id, digest=digest(pepper, plain), operator_role=str(role), name=name
+            )
+        )
+    return key_id, plain
+
+
+async def revoke_key(engine: AsyncEngine, key_id: KeyId) -> KeyRecord | None:
+    """The key, revoked now or before; None when there is no such key."""
+    async with transaction(engine) as connection:
+        changed = await connection.execute(
+            update(tables.api_keys)
+            .where(tables.api_keys.c.id == key_id, tables.api_keys.c.revoked_at.is_(None))
+            .values(revoked_at=func.now())
+        )
+        if changed.rowcount:
+            await raise_revision(connection)
+        row = (
+            await connection.execute(select(*_columns).where(tables.api_keys.c.id == key_id))
+        ).one_or_none()
+    return None if row is None else KeyRecord(**row._mapping)  # noqa: SLF001
+
+
+async def find_principal(engine: AsyncEngine, digest: bytes) -> Principal | None:
+    """Whose key has this digest; None for unknown and revoked ones. A disabled tenant is found."""
+    statement = (
+        select(
+            tables.api_keys.c.id.label("key_id"),
+            tables.tenants.c.id,
+            tables.tenants.c.name,
+            tables.tenants.c.tenant_class,
+            tables.tenants.c.slo_class,
+            tables.tenants.c.is_disabled,
+            tables.tenants.c.cache_salt,
+        )
+        .join_from(tables.api_keys, tables.tenants)
+        .where(tables.api_keys.c.digest == digest, tables.api_keys.c.revoked_at.is_(None))
+    )
+    async with transaction(engine) as connection:
+        row = (await connection.execute(statement)).one_or_none()
+    if row is None:
+        return None
+    return Principal(
+        key_id=row.key_id,
+        tenant=Tenant(
+            id=row.id,
+            name=row.name,
+            tenant_class=row.tenant_class,
+            slo_class=row.slo_class,
+            is_disabled=row.is_disabled,
+            cache_salt=row.cache_salt,
+        ),
+    )
+
+
+async def find_operator(engine: AsyncEngine, digest: bytes) -> tuple[KeyId, OperatorRole] | None:
+    """The operator key with this digest and its role; None for unknown and revoked ones."""
+    statement = select(tables.api_keys.c.id, tables.api_keys.c.operator_role).where(
+        tables.api_keys.c.digest == digest,
+        tables.api_keys.c.revoked_at.is_(None),
+        tables.api_keys.c.operator_role.is_not(None),
+    )
+    async with transaction(engine) as connection:
+        row = (await connection.execute(statement)).one_or_none()
+    return None if row is None else (KeyId(row.id), OperatorRole(row.operator_role))
+
+
+async def list_keys(
+    engine: AsyncEngine, *, limit: int = 50, cursor: str | None = None
+) -> Page[KeyRecord]:
+    """Newest first, revoked ones included. Raises BadCursor."""
+    statement = newest_first(
+        select(*_columns),
+        tables.api_keys.c.created_at,
+        tables.api_keys.c.id,
+        limit=limit,
+        cursor=cursor,
+    )
+    async with transaction(engine) as connection:
+        rows = (await connection.execute(statement)).all()
+    items = [KeyRecord(**row._mapping) for row in rows]  # noqa: SLF001
+    return page(items, [(item.created_at, item.id) for item in items], limit)
+
+
+_columns = (
+    tables.api_keys.c.id,
+    tables.api_keys.c.tenant_id,
+    tables.api_keys.c.operator_role,
+    tables.api_keys.c.name,
+    tables.api_keys.c.created_at,
+    tables.api_keys.c.revoked_at,
+)
+
+
+def _check(body: str) -> str:
+    return f"{zlib.crc32(body.encode('utf-8', 'replace')):08x}"

@@ -1,0 +1,262 @@
+"""Workflows: created once, ended once. Money and steps are counted by the journal."""
+
+import secrets
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from sqlalchemy import Row, Select, func, insert, select, text, update
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+
+from controlplane.domain.catalog import Scope
+from controlplane.domain.errors import ConfigurationError
+from controlplane.domain.ids import SloClassName, TenantId, WorkflowId
+from controlplane.domain.outcome import WorkflowState
+from controlplane.store import tables
+from controlplane.store.budgets import workflow_budget_id
+from controlplane.store.paging import Page, newest_first, page
+from controlplane.store.session import transaction
+
+EXPIRED_PER_PASS_MAX = 1_000
+DETAIL_CHARACTERS_MAX = 2_000
+_ID_BYTES = 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkflowRecord:
+    """One workflow. The `budget_` fields are None when it has no budget of its own.
+
+    `steps_done` counts steps in which a call succeeded, `spent_micro_usd` what its calls cost so
+    far.
+    """
+
+    id: WorkflowId
+    tenant: TenantId
+    kind: str
+    scope: Scope
+    steps_expected: int
+    slo_class: SloClassName
+    deadline_at: datetime
+    state: WorkflowState
+    outcome_detail: str
+    created_at: datetime
+    ended_at: datetime | None
+    budget_id: str | None
+    budget_limit_micro_usd: int | None
+    budget_spent_micro_usd: int | None
+    budget_reserved_micro_usd: int | None
+    steps_done: int
+    spent_micro_usd: int
+
+    @property
+    def deadline_epoch_ms(self) -> float:
+        return self.deadline_at.timestamp() * 1000.0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkflowConflict:
+    """The workflow had ended in another state than the one asked for; nothing was changed."""
+
+    record: WorkflowRecord
+
+
+async def create(
+    engine: AsyncEngine,
+    *,
+    tenant: TenantId,
+    kind: str,
+    scope: Scope,
+    steps_expected: int,
+    slo_class: SloClassName,
+    deadline_ms: int,
+    budget_micro_usd: int | None,
+    workflow_id: WorkflowId | None = None,
+) -> WorkflowRecord:
+    """A running workflow, due `deadline_ms` from now by the database's clock.
+
+    Raises ConfigurationError when the tenant or the SLO class does not exist, or the id is taken.
+    """
+    identifier = workflow_id or WorkflowId(f"wf-{secrets.token_hex(_ID_BYTES)}")
+    budget_id = None if budget_micro_usd is None else workflow_budget_id(identifier)
+    try:
+        async with transaction(engine) as connection:
+            if budget_id is not None:
+                await connection.execute(
+                    insert(tables.budgets).values(id=budget_id, limit_micro_usd=budget_micro_usd)
+                )
+            await connection.execute(
+                insert(tables.workflows).values(
+                    id=identifier,
+                    tenant_id=tenant,
+                    kind=kind,
+                    scope=str(scope),
+                    steps_expected=steps_expected,
+                    slo_class=slo_class,
+                    budget_id=budget_id,
+                    deadline_at=func.clock_timestamp()
+                    + func.make_interval(0, 0, 0, 0, 0, 0, deadline_ms / 1000.0),
+                )
+            )
+            record = await _read(connection, identifier, None)
+    except IntegrityError as error:
+        diagnosis = getattr(error.orig, "diag", None)
+        detail = getattr(diagnosis, "message_detail", None) or "a value is out of its range"
+        raise ConfigurationError(f"the workflow was not created: {detail.rstrip('.')}") from error
+    assert record is not None
+    return record
+
+
+async def get(
+    engine: AsyncEngine, workflow_id: WorkflowId, tenant: TenantId | None
+) -> WorkflowRecord | None:
+    """The workflow, when it exists and belongs to `tenant` (None: whoever's)."""
+    async with transaction(engine) as connection:
+        return await _read(connection, workflow_id, tenant)
+
+
+async def list_workflows(
+    engine: AsyncEngine,
+    *,
+    tenant: TenantId | None = None,
+    state: WorkflowState | None = None,
+    limit: int = 50,
+    cursor: str | None = None,
+) -> Page[WorkflowRecord]:
+    """Newest first. Raises BadCursor."""
+    statement = _selected()
+    if tenant is not None:
+        statement = statement.where(tables.workflows.c.tenant_id == tenant)
+    if state is not None:
+        statement = statement.where(tables.workflows.c.state == str(state))
+    statement = newest_first(
+        statement,
+        tables.workflows.c.created_at,
+        tables.workflows.c.id,
+        limit=limit,
+        cursor=cursor,
+    )
+    async with transaction(engine) as connection:
+        items = [_record(row) for row in await connection.execute(statement)]
+    return page(items, [(item.created_at, item.id) for item in items], limit)
+
+
+async def end(
+    engine: AsyncEngine,
+    workflow_id: WorkflowId,
+    tenant: TenantId | None,
+    state: WorkflowState,
+    detail: str = "",
+) -> WorkflowRecord | WorkflowConflict | None:
+    """End a running workflow in `state`. Asking again for the state it ended in changes nothing.
+
+    A workflow past its deadline has expired, whatever is said of it afterwards. None: no such
+    workflow.
+    """
+    async with transaction(engine) as connection:
+        await connection.execute(
+            text(
+                """
+                UPDATE workflows SET
+                    state = CASE WHEN deadline_at <= clock_timestamp() THEN 'expired'
+                                 ELSE :state END,
+                    outcome_detail = CASE WHEN deadline_at <= clock_timestamp() THEN outcome_detail
+                                          ELSE :detail END,
+                    ended_at = clock_timestamp()
+                WHERE id = :id AND state = 'running'
+                      AND (CAST(:tenant AS text) IS NULL OR tenant_id = :tenant)
+                """
+            ),
+            {
+                "id": workflow_id,
+                "tenant": tenant,
+                "state": str(state),
+                "detail": detail[:DETAIL_CHARACTERS_MAX],
+            },
+        )
+        record = await _read(connection, workflow_id, tenant)
+    if record is None or record.state is state:
+        return record
+    return WorkflowConflict(record)
+
+
+async def expire_overdue(engine: AsyncEngine) -> int:
+    """End running workflows whose deadline has passed, a bounded number a time.
+
+    Returns how many.
+    """
+    overdue = (
+        select(tables.workflows.c.id)
+        .where(
+            tables.workflows.c.state == "running",
+            tables.workflows.c.deadline_at <= func.clock_timestamp(),
+        )
+        .order_by(tables.workflows.c.deadline_at)
+        .limit(EXPIRED_PER_PASS_MAX)
+        .with_for_update(skip_locked=True)
+    )
+    async with transaction(engine) as connection:
+        ended = await connection.execute(
+            update(tables.workflows)
+            .where(tables.workflows.c.id.in_(overdue))
+            .values(state=str(WorkflowState.EXPIRED), ended_at=func.clock_timestamp())
+        )
+        return ended.rowcount
+
+
+def _selected() -> Select[Any]:
+    steps = (
+        select(
+            tables.workflow_steps.c.workflow_id,
+            func.count().filter(tables.workflow_steps.c.calls_succeeded > 0).label("steps_done"),
+            func.sum(tables.workflow_steps.c.spent_micro_usd).label("spent_micro_usd"),
+        )
+        .where(tables.workflow_steps.c.workflow_id == tables.workflows.c.id)
+        .group_by(tables.workflow_steps.c.workflow_id)
+        .lateral("steps")
+    )
+    return (
+        select(
+            tables.workflows,
+            tables.budgets.c.limit_micro_usd,
+            tables.budgets.c.spent_micro_usd.label("budget_spent"),
+            tables.budgets.c.reserved_micro_usd,
+            func.coalesce(steps.c.steps_done, 0).label("steps_done"),
+            func.coalesce(steps.c.spent_micro_usd, 0).label("spent"),
+        )
+        .select_from(tables.workflows)
+        .outerjoin(tables.budgets, tables.budgets.c.id == tables.workflows.c.budget_id)
+        .outerjoin(steps, text("true"))
+    )
+
+
+async def _read(
+    connection: AsyncConnection, workflow_id: WorkflowId, tenant: TenantId | None
+) -> WorkflowRecord | None:
+    statement = _selected().where(tables.workflows.c.id == workflow_id)
+    if tenant is not None:
+        statement = statement.where(tables.workflows.c.tenant_id == tenant)
+    row = (await connection.execute(statement)).one_or_none()
+    return None if row is None else _record(row)
+
+
+def _record(row: Row[Any]) -> WorkflowRecord:
+    return WorkflowRecord(
+        id=row.id,
+        tenant=row.tenant_id,
+        kind=row.kind,
+        scope=Scope(row.scope),
+        steps_expected=row.steps_expected,
+        slo_class=row.slo_class,
+        deadline_at=row.deadline_at,
+        state=WorkflowState(row.state),
+        outcome_detail=row.outcome_detail,
+        created_at=row.created_at,
+        ended_at=row.ended_at,
+        budget_id=row.budget_id,
+        budget_limit_micro_usd=row.limit_micro_usd,
+        budget_spent_micro_usd=row.budget_spent,
+        budget_reserved_micro_usd=row.reserved_micro_usd,
+        steps_done=int(row.steps_done),
+        spent_micro_usd=int(row.spent),
+    )

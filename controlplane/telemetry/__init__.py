@@ -1,0 +1,1 @@
+"""Counters, spans and log lines. Instrumentation is fed from outside and decides nothing."""

@@ -1,0 +1,104 @@
+"""One JSON line per event on standard error. No prompt, no completion, no key is ever a field.
+
+Events carry fields from a closed list. What other libraries log through the standard library
+becomes an event too, cut to MESSAGE_CHARS_MAX and with keys blotted out.
+"""
+
+import logging
+import re
+import sys
+import time
+from typing import TextIO
+
+import msgspec
+
+MESSAGE_CHARS_MAX = 2_000
+VALUE_CHARS_MAX = 200
+
+# The closed list; a field that is not here is refused, so that none can leak by accident.
+FIELDS = frozenset(
+    {
+        "attempt", "cause", "decision", "detail", "duration_ms", "endpoint", "engine", "epoch",
+        "leg", "model", "node", "outcome", "path", "pid", "port", "reason", "region",
+        "replica", "request", "scope", "signal", "status", "step", "tenant_class", "url", "version",
+        "workflow",
+    }
+)  # fmt: skip
+
+_KEY = re.compile(r"\bhw-(tenant|op)-([0-9A-Za-z]{1,16})[-0-9A-Za-z_]*")
+_BEARER = re.compile(r"(?i)\b(bearer)\s+\S+")
+_DSN_PASSWORD = re.compile(r"(://[^:/@\s]*:)[^@\s]+@")
+
+Field = str | int | float | bool | None
+
+
+class UnknownFieldError(Exception):
+    """A log call names a field that is not on the closed list."""
+
+
+def redact(text: str) -> str:
+    """The text without secrets: keys keep their public id, URLs lose their password."""
+    text = _KEY.sub(r"hw-\1-\2-…", text)
+    text = _BEARER.sub(r"\1 …", text)
+    return _DSN_PASSWORD.sub(r"\1…@", text)
+
+
+class EventLog:
+    """Writes events. `fixed` fields (replica, node) stand on every line."""
+
+    def __init__(self, stream: TextIO | None = None, **fixed: Field) -> None:
+        _check(fixed)
+        self._stream = stream or sys.stderr
+        self._fixed = fixed
+
+    def event(self, name: str, level: str = "info", **fields: Field) -> None:
+        _check(fields)
+        self._write(name, level, None, fields)
+
+    def message(self, name: str, level: str, message: str) -> None:
+        """Something that another library has said, in its own words."""
+        self._write(name, level, redact(message)[:MESSAGE_CHARS_MAX], {})
+
+    def _write(self, name: str, level: str, message: str | None, fields: dict[str, Field]) -> None:
+        line: dict[str, Field] = {"at": _instant(), "level": level, "event": name, **self._fixed}
+        for key, value in fields.items():
+            line[key] = redact(value)[:VALUE_CHARS_MAX] if isinstance(value, str) else value
+        if message is not None:
+            line["message"] = message
+        # JSON escapes control characters, so that one event is one line.
+        self._stream.write(msgspec.json.encode(line).decode() + "\n")
+        self._stream.flush()
+
+
+class _Handler(logging.Handler):
+    def __init__(self, events: EventLog) -> None:
+        super().__init__()
+        self._events = events
+        self._formatter = logging.Formatter()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        message = record.getMessage()
+        if record.exc_info:
+            message += "\n" + self._formatter.formatException(record.exc_info)
+        self._events.message(record.name, record.levelname.lower(), message)
+
+
+def configure(events: EventLog, level: str) -> None:
+    """Send everything that is logged through the standard library to `events`."""
+    root = logging.getLogger()
+    for handler in tuple(root.handlers):
+        root.removeHandler(handler)
+    root.addHandler(_Handler(events))
+    root.setLevel(level.upper())
+
+
+def _check(fields: dict[str, Field]) -> None:
+    if not FIELDS.issuperset(fields):
+        unknown = ", ".join(sorted(set(fields) - FIELDS))
+        raise UnknownFieldError(f"not on the list of log fields: `{unknown}`")
+
+
+def _instant() -> str:
+    now = time.time()
+    whole = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now))
+    return f"{whole}.{int(now % 1 * 1000):03d}Z"

@@ -1,0 +1,316 @@
+"""Every metric, declared once: name, unit, kind, labels. Feeding one costs a dictionary look-up.
+
+Series are plain numbers that the hot path adds to; Prometheus and OpenTelemetry read them when they
+are scraped or exported (`exposition.py`, `otlp.py`). Names follow OpenTelemetry's GenAI conventions
+for what a client sees and begin with `headway_` for the rest. Labels take values from closed or
+bounded sets only: a tenant appears as its class, never by name.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+# Label sets kept per metric. Further ones are counted together under OVERFLOW, so that a bug
+# or a large fleet can not grow the exposition without end.
+SERIES_MAX = 2_000
+OVERFLOW = "other"
+
+Labels = tuple[str, ...]
+GaugeSource = Callable[[], Mapping[Labels, float]]
+
+
+class Kind(StrEnum):
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Declaration:
+    """`name` is Prometheus' without suffixes; `otel_name` and `unit` (UCUM) are OpenTelemetry's."""
+
+    name: str
+    otel_name: str
+    unit: str
+    kind: Kind
+    labels: Labels
+    help: str
+    bounds: tuple[float, ...] = ()
+
+
+class Counter:
+    """A number per label set that only grows."""
+
+    __slots__ = ("_values", "declaration")
+
+    def __init__(self, declaration: Declaration) -> None:
+        self.declaration = declaration
+        self._values: dict[Labels, float] = {}
+
+    def add(self, labels: Labels = (), amount: float = 1) -> None:
+        values = self._values
+        if labels in values:
+            values[labels] += amount
+            return
+        if len(values) >= SERIES_MAX:
+            labels = (OVERFLOW,) * len(labels)
+        values[labels] = values.get(labels, 0) + amount
+
+    def value(self, labels: Labels = ()) -> float:
+        return self._values.get(labels, 0)
+
+    def total(self) -> float:
+        return sum(self._values.values())
+
+    def series(self) -> Iterator[tuple[Labels, float]]:
+        yield from tuple(self._values.items())
+
+
+class Gauge:
+    """A number per label set that is set, moved, or asked of a source when it is read."""
+
+    __slots__ = ("_sources", "_values", "declaration")
+
+    def __init__(self, declaration: Declaration) -> None:
+        self.declaration = declaration
+        self._values: dict[Labels, float] = {}
+        self._sources: list[GaugeSource] = []
+
+    def add(self, labels: Labels = (), amount: float = 1) -> None:
+        values = self._values
+        if labels in values:
+            values[labels] += amount
+            return
+        if len(values) >= SERIES_MAX:
+            labels = (OVERFLOW,) * len(labels)
+        values[labels] = values.get(labels, 0) + amount
+
+    def value(self, labels: Labels = ()) -> float:
+        return dict(self.series()).get(labels, 0)
+
+    def watch(self, source: GaugeSource) -> None:
+        """Ask `source` for its series at every read. It must be quick and must not raise."""
+        self._sources.append(source)
+
+    def series(self) -> Iterator[tuple[Labels, float]]:
+        yield from tuple(self._values.items())
+        for source in self._sources:
+            yield from tuple(source().items())[:SERIES_MAX]
+
+
+class Distribution:
+    """One series of a histogram: observations per bucket (the last one is open), and their sum."""
+
+    __slots__ = ("counts", "sum")
+
+    def __init__(self, buckets: int) -> None:
+        self.counts = [0] * buckets
+        self.sum = 0.0
+
+    @property
+    def count(self) -> int:
+        return sum(self.counts)
+
+
+class Histogram:
+    """Observations per label set, in buckets whose upper bounds belong to them."""
+
+    __slots__ = ("_bounds", "_values", "declaration")
+
+    def __init__(self, declaration: Declaration) -> None:
+        self.declaration = declaration
+        self._bounds = declaration.bounds
+        self._values: dict[Labels, Distribution] = {}
+
+    def observe(self, value: float, labels: Labels = ()) -> None:
+        distribution = self._values.get(labels)
+        if distribution is None:
+            distribution = self._grow(labels)
+        distribution.counts[bisect_left(self._bounds, value)] += 1
+        distribution.sum += value
+
+    def distribution(self, labels: Labels = ()) -> Distribution:
+        return self._values.get(labels) or Distribution(len(self._bounds) + 1)
+
+    def series(self) -> Iterator[tuple[Labels, Distribution]]:
+        yield from tuple(self._values.items())
+
+    def _grow(self, labels: Labels) -> Distribution:
+        if len(self._values) >= SERIES_MAX:
+            labels = (OVERFLOW,) * len(labels)
+        return self._values.setdefault(labels, Distribution(len(self._bounds) + 1))
+
+
+Metric = Counter | Gauge | Histogram
+
+# Upper bounds in seconds; those of the GenAI conventions, widened for small models.
+_TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 10, 30)
+_TPOT_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5)
+_E2E_S = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
+_QUEUE_S = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+_DECISION_S = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 1e-1)
+
+
+class Metrics:
+    """All series of one process: fed by the gateway, by the gate, and read off their owners."""
+
+    def __init__(self) -> None:
+        self._all: list[Metric] = []
+
+        # What a client sees.
+        self.requests = self._counter(
+            "headway_requests", "headway.requests", "{request}",
+            ("endpoint", "model", "tenant_class", "outcome", "reason"),
+            "Calls answered, by how they ended; the reason is empty for success.",
+        )  # fmt: skip
+        self.ttft = self._histogram(
+            "gen_ai_server_time_to_first_token_seconds", "gen_ai.server.time_to_first_token", "s",
+            ("model", "tenant_class"),
+            "Arrival to first token of streams, queueing included.",
+            bounds=_TTFT_S,
+        )  # fmt: skip
+        self.tpot = self._histogram(
+            "gen_ai_server_time_per_output_token_seconds", "gen_ai.server.time_per_output_token",
+            "s",
+            ("model", "tenant_class"),
+            "Mean time per token after the first, of one stream.",
+            bounds=_TPOT_S,
+        )  # fmt: skip
+        self.e2e = self._histogram(
+            "gen_ai_server_request_duration_seconds", "gen_ai.server.request.duration", "s",
+            ("endpoint", "model", "tenant_class"),
+            "Arrival to last byte of finished calls.",
+            bounds=_E2E_S,
+        )  # fmt: skip
+        self.tokens = self._counter(
+            "headway_tokens", "headway.tokens", "{token}", ("model", "tenant_class", "kind"),
+            "Tokens used; the kind is prompt, cached (a part of prompt) or completion.",
+        )  # fmt: skip
+        self.in_flight = self._gauge(
+            "headway_requests_in_flight", "headway.requests.in_flight", "{request}", ("model",),
+            "Accepted calls that have not ended.",
+        )  # fmt: skip
+        self.disconnects = self._counter(
+            "headway_client_disconnects", "headway.client.disconnects", "{request}", ("model",),
+            "Calls whose client went away before the end.",
+        )  # fmt: skip
+        self.upstream_errors = self._counter(
+            "headway_upstream_errors", "headway.upstream.errors", "{error}", ("engine", "outcome"),
+            "Engine calls that failed, by engine and by how.",
+        )  # fmt: skip
+        self.members_dropped = self._counter(
+            "headway_request_members_dropped", "headway.request.members_dropped", "{member}",
+            ("treatment",),
+            "Members of request bodies not forwarded: unknown ones and stripped ones.",
+        )  # fmt: skip
+        self.connections_refused = self._counter(
+            "headway_connections_refused", "headway.connections.refused", "{connection}",
+            ("cause",),
+            "Connections closed by a limit of the server before a call was read.",
+        )  # fmt: skip
+
+        # What the gate decides and settles.
+        self.admissions = self._counter(
+            "headway_admissions", "headway.admissions", "{decision}", ("verdict", "reason"),
+            "Decisions, by verdict; a queued call is decided again when it is placed.",
+        )  # fmt: skip
+        self.refusals = self._counter(
+            "headway_refusals", "headway.refusals", "{request}", ("reason", "tenant_class"),
+            "Calls refused, by reason.",
+        )  # fmt: skip
+        self.decision_time = self._histogram(
+            "headway_decision_duration_seconds", "headway.decision.duration", "s", ("verdict",),
+            "Time of one decision over the fleet.",
+            bounds=_DECISION_S,
+        )  # fmt: skip
+        self.queue_time = self._histogram(
+            "headway_queue_duration_seconds", "headway.queue.duration", "s", ("model",
+            "tenant_class"),
+            "Time that placed calls spent waiting for a seat.",
+            bounds=_QUEUE_S,
+        )  # fmt: skip
+        self.settled = self._counter(
+            "headway_settled_usd", "headway.settled", "{USD}", ("model", "tenant_class", "outcome"),
+            "Dollars charged to tenants.",
+        )  # fmt: skip
+        self.attempts = self._counter(
+            "headway_attempts", "headway.attempts", "{attempt}", ("leg", "outcome"),
+            "Calls of engines, by leg (whole, prefill, decode) and by how they ended.",
+        )  # fmt: skip
+        self.retries = self._counter(
+            "headway_retries", "headway.retries", "{retry}", ("verdict",),
+            "Retries wanted after a failure before the first byte, allowed or denied.",
+        )  # fmt: skip
+
+        # State that others hold; each gauge asks its owner when it is read.
+        self.queue_depth = self._gauge(
+            "headway_queue_depth", "headway.queue.depth", "{request}", ("model",),
+            "Calls that wait for a seat.",
+        )  # fmt: skip
+        self.seats_lent = self._gauge(
+            "headway_engine_seats_lent", "headway.engine.seats.lent", "{seat}",
+            ("engine", "model", "region"), "Seats that an engine's agent has lent to this replica.",
+        )  # fmt: skip
+        self.seats_taken = self._gauge(
+            "headway_engine_seats_taken", "headway.engine.seats.taken", "{seat}",
+            ("engine", "model", "region"), "Seats that calls of this replica hold.",
+        )  # fmt: skip
+        self.kv_tokens_lent = self._gauge(
+            "headway_engine_kv_tokens_lent", "headway.engine.kv_tokens.lent", "{token}",
+            ("engine", "model", "region"),
+            "KV tokens that an engine's agent has lent to this replica.",
+        )  # fmt: skip
+        self.kv_tokens_taken = self._gauge(
+            "headway_engine_kv_tokens_taken", "headway.engine.kv_tokens.taken", "{token}",
+            ("engine", "model", "region"), "KV tokens that calls of this replica may come to hold.",
+        )  # fmt: skip
+        self.journal_depth = self._gauge(
+            "headway_journal_entries_pending", "headway.journal.entries.pending", "{entry}", (),
+            "Journal entries not yet written to the database.",
+        )  # fmt: skip
+
+    def all(self) -> tuple[Metric, ...]:
+        return tuple(self._all)
+
+    def _counter(self, name: str, otel: str, unit: str, labels: Labels, words: str) -> Counter:
+        counter = Counter(
+            Declaration(
+                name=name, otel_name=otel, unit=unit, kind=Kind.COUNTER, labels=labels, help=words
+            )
+        )
+        self._all.append(counter)
+        return counter
+
+    def _gauge(self, name: str, otel: str, unit: str, labels: Labels, words: str) -> Gauge:
+        gauge = Gauge(
+            Declaration(
+                name=name, otel_name=otel, unit=unit, kind=Kind.GAUGE, labels=labels, help=words
+            )
+        )
+        self._all.append(gauge)
+        return gauge
+
+    def _histogram(
+        self,
+        name: str,
+        otel: str,
+        unit: str,
+        labels: Labels,
+        words: str,
+        *,
+        bounds: tuple[float, ...],
+    ) -> Histogram:
+        histogram = Histogram(
+            Declaration(
+                name=name,
+                otel_name=otel,
+                unit=unit,
+                kind=Kind.HISTOGRAM,
+                labels=labels,
+                help=words,
+                bounds=bounds,
+            )
+        )
+        self._all.append(histogram)
+        return histogram

@@ -1,0 +1,1 @@
+"""Words of the OpenAI wire format. Knows nothing of where a body came from or goes to."""

@@ -1,0 +1,5 @@
+"""`python -m dataplane.agent`."""
+
+from dataplane.agent.main import main
+
+main()

@@ -1,0 +1,206 @@
+"""Time of one placement decision over 10, 100 and 1,000 engines, compiled and uncompiled.
+
+A mixed fleet under load: five GPU types, busy rows, prefix holders, prefill/decode pairs among them. Every
+decision is for another request, so that nothing is remembered from the one before.
+"""
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import quantiles
+
+ROOT = Path(__file__).resolve().parents[2]
+SIZES = (10, 100, 1000)
+REQUESTS = 64
+ROUNDS = {10: 2000, 100: 1000, 1000: 150}
+# Of ten engines one prefills only, one decodes only: pairs compete with single engines.
+ROLES = ("both",) * 8 + ("prefill", "decode")
+PREFILLER = ROLES.index("prefill")
+CHILD_S_MAX = 300
+
+
+def fleet(size: int, seed: int):
+    """Engine rows of one model with made-up load, from a seed."""
+    from controlplane.domain.catalog import GpuType, Model, Role
+    from controlplane.domain.fleet import EngineRow
+    from controlplane.scheduler.perf_model import engine_rates
+
+    rng = random.Random(seed)
+    model = Model(
+        name="llama-70b",
+        parameters=70_600_000_000,
+        layers=80,
+        hidden_size=8192,
+        weights_bytes=70_600_000_000,
+        kv_bytes_per_token=163_840,
+        context_tokens_max=131_072,
+        load_ms=60_000,
+        price_prompt_micro_usd_per_mtok=600_000,
+        price_cached_micro_usd_per_mtok=60_000,
+        price_completion_micro_usd_per_mtok=2_400_000,
+    )
+    kinds = [
+        ("h100", 80e9, 3.35e12, 989e12, 3_250_000, 2),
+        ("h200", 141e9, 4.8e12, 989e12, 3_500_000, 2),
+        ("b200", 180e9, 7.7e12, 2250e12, 6_520_000, 1),
+        ("a100", 80e9, 2.039e12, 312e12, 1_500_000, 4),
+        ("l40s", 48e9, 0.864e12, 362e12, 1_000_000, 4),
+    ]
+    rows = []
+    for index in range(size):
+        name, hbm, bandwidth, flops, dollars, gpus = kinds[index % len(kinds)]
+        gpu = GpuType(
+            name=name,
+            hbm_bytes=int(hbm),
+            bandwidth_bytes_per_s=bandwidth,
+            flops_per_s=flops,
+            price_micro_usd_per_hour=dollars,
+            price_source="benchmark",
+            price_date="2026-11-29",
+        )
+        rates = engine_rates(model, gpu, gpus)
+        row = EngineRow(
+            index=index,
+            engine_id=f"engine-{index}",
+            node_id=f"node-{index // 4}",
+            region=f"region-{index % 2}",
+            region_bit=1 << index % 2,
+            gpu_type=name,
+            gpu_bit=1 << index % len(kinds),
+            model=model.name,
+            role=Role(ROLES[index % len(ROLES)]),
+            context_tokens_max=model.context_tokens_max,
+            kv_tokens_capacity=rates.kv_tokens_capacity,
+            seats_capacity=rates.seats_capacity,
+            micro_usd_per_ms=rates.micro_usd_per_ms,
+            prefill_base_ms=rates.prefill_base_ms,
+            prefill_ms_per_token=rates.prefill_ms_per_token,
+            prefill_ms_per_token_sq=rates.prefill_ms_per_token_sq,
+            decode_ms_base=rates.decode_ms_base,
+            decode_ms_per_seq=rates.decode_ms_per_seq,
+            decode_ms_per_kv_token=rates.decode_ms_per_kv_token,
+            kv_price_micro_usd_per_token_s=rates.kv_price_micro_usd_per_token_s,
+            load_ms=rates.load_ms,
+        )
+        row.is_accepting = True
+        row.is_warm = True
+        row.seats_lent = row.seats_capacity
+        row.kv_tokens_lent = row.kv_tokens_capacity
+        row.credits_expire_ms = 10_000_000
+        row.running = row.seats_taken = rng.randrange(row.seats_capacity)
+        row.kv_tokens_used = row.kv_tokens_taken = int(row.kv_tokens_capacity * rng.random() * 0.8)
+        row.prefill_tokens_pending = rng.choice((0, 0, 0, 2_000, 8_000))
+        row.waiting = rng.choice((0, 0, 0, 1))
+        rows.append(row)
+    return tuple(rows)
+
+
+def requests(size: int, seed: int):
+    """Requests with what is cached for each: a few holders, as a prefix index finds them."""
+    from controlplane.domain.catalog import Scope
+    from controlplane.domain.request import Request
+
+    rng = random.Random(seed)
+    made = []
+    for number in range(REQUESTS):
+        prompt = rng.choice((300, 2_000, 12_000, 40_000))
+        # Half are first steps that share a system prompt with some, half continue at their home.
+        home = rng.choice([index for index in range(size) if index % len(ROLES) != PREFILLER])
+        is_first = number % 2 == 0
+        cached = {rng.randrange(size): prompt // 8 for _ in range(8)}
+        if not is_first:
+            cached[home] = prompt * 15 // 16
+        request = Request(
+            id=f"request-{number}",
+            tenant="tenant",
+            model="llama-70b",
+            arrival_ms=1_000_000,
+            prompt_tokens=prompt,
+            completion_tokens_max=1_024,
+            completion_tokens_expected=300,
+            prefix=(),
+            prefix_tokens=(),
+            regions=3,
+            gpu_types=31,
+            weight=rng.choice((1.0, 2.0, 4.0)),
+            ttft_ms_max=2_000,
+            tpot_ms_max=60,
+            deadline_ms=1_120_000,
+            value_micro_usd=5_000,
+            late_micro_usd_per_s=300,
+            scope=Scope.AUTONOMOUS,
+            workflow="workflow",
+            step=0 if is_first else 2,
+            steps_expected=6,
+            workflow_deadline_ms=1_300_000,
+            workflow_spent_micro_usd=10_000,
+            workflow_remaining_micro_usd=1_000_000,
+            calls_in_flight=0,
+            fan_out_max=8,
+            step_gap_ms=9_000,
+            home=None if is_first else f"engine-{home}",
+            is_single_engine=False,
+        )
+        made.append((request, cached))
+    return made
+
+
+def measure() -> dict[str, float]:
+    """Microseconds per decision in this process, whichever variant it imports."""
+    from controlplane.scheduler.place import place
+
+    figures: dict[str, float] = {}
+    for size in SIZES:
+        rows = fleet(size, seed=1)
+        asked = requests(size, seed=2)
+        times = []
+        for number in range(ROUNDS[size]):
+            request, cached = asked[number % len(asked)]
+            started = time.perf_counter_ns()
+            place(request, rows, cached, 1_000_050)
+            times.append((time.perf_counter_ns() - started) / 1_000)
+        cuts = quantiles(times[len(times) // 10 :], n=100)
+        figures[f"{size}_p50_us"] = round(cuts[49], 2)
+        figures[f"{size}_p99_us"] = round(cuts[98], 2)
+    return figures
+
+
+def _in_child(variant: str) -> dict[str, float]:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.benchmarks.decision", "--variant", variant],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=CHILD_S_MAX,
+        check=True,
+    )
+    return json.loads(done.stdout)
+
+
+def run() -> dict[str, float]:
+    """Flat keys: `decision_100_p50_us` compiled, absent without a compiler; `decision_pure_…` not."""
+    from controlplane.scheduler import compile as core
+
+    figures = {f"decision_pure_{key}": value for key, value in _in_child("pure").items()}
+    core.refresh()
+    if core.is_fresh():
+        figures |= {f"decision_{key}": value for key, value in _in_child("compiled").items()}
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--variant", choices=("pure", "compiled"), required=True)
+    if parser.parse_args().variant == "pure":
+        from controlplane.scheduler.compile import prefer_sources
+
+        prefer_sources()
+    json.dump(measure(), sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
