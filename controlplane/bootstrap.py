@@ -51,6 +51,7 @@ log = logging.getLogger(__name__)
 
 START_RETRY_S = 0.5
 JOURNAL_DRAIN_S_MAX = 10.0
+CANCEL_AGAIN_S = 0.5
 # Rarely run: the request path makes few cycles (the constants are those of a measured gateway).
 GC_THRESHOLDS = (50_000, 20, 50)
 
@@ -182,9 +183,7 @@ async def running_replica(settings: Settings) -> AsyncIterator[Replica]:
             gate.is_draining = True
             await _until_empty(gate, settings.drain_s_max)
             await keeper.give_back()
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await _end(tasks)
             await journal.drain(JOURNAL_DRAIN_S_MAX)
             with contextlib.suppress(StateUnavailable):
                 await accounts.surrender_all()
@@ -210,6 +209,16 @@ def _tracing(
 
 async def _run(loop: Awaitable[None]) -> None:
     await loop
+
+
+async def _end(tasks: list[asyncio.Task[None]]) -> None:
+    """Cancel until all have ended: an answer that arrives with a cancellation can swallow it."""
+    pending = set(tasks)
+    while pending:
+        for task in pending:
+            task.cancel()
+        _, pending = await asyncio.wait(pending, timeout=CANCEL_AGAIN_S)
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _until_empty(gate: Gate, seconds_max: float) -> None:

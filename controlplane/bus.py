@@ -7,7 +7,6 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-import nats
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.errors import Error as NatsError
@@ -27,6 +26,7 @@ log = logging.getLogger(__name__)
 
 PING_INTERVAL_S = 2
 PINGS_OUTSTANDING_MAX = 2
+CONNECTING_S_MAX = 1.0
 RECONNECT_WAIT_S = 0.25
 PENDING_MESSAGES_MAX = 4096
 PENDING_BYTES_MAX = 8 * 1024 * 1024
@@ -50,6 +50,7 @@ class Bus:
         self._client = Client()
         self._on_reconnect: list[Callable[[], Awaitable[None]]] = []
         self._tasks: set[asyncio.Task[None]] = set()
+        self._connecting: asyncio.Future[None] | None = None
 
     @property
     def is_connected(self) -> bool:
@@ -57,7 +58,13 @@ class Bus:
 
     async def connect(self) -> None:
         """Connect, retrying until the server is there."""
-        self._client = await nats.connect(
+        self._client = Client()
+        # Shielded: a client that is cancelled half-way can not be closed (see `close`).
+        self._connecting = asyncio.ensure_future(self._connect(self._client))
+        await asyncio.shield(self._connecting)
+
+    async def _connect(self, client: Client) -> None:
+        await client.connect(
             self._url,
             user=self._user or None,
             password=self._password or None,
@@ -78,7 +85,10 @@ class Bus:
     async def close(self) -> None:
         for task in self._tasks:
             task.cancel()
-        if not self._client.is_closed:
+        if self._connecting is not None and not self._connecting.done():
+            await asyncio.wait({self._connecting}, timeout=CONNECTING_S_MAX)
+            self._connecting.cancel()
+        if self._client.is_connected or self._client.is_reconnecting:
             await self._client.close()
 
     def on_reconnect(self, callback: Callable[[], Awaitable[None]]) -> None:

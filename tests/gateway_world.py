@@ -6,7 +6,7 @@ import json
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import uvicorn
 
@@ -272,7 +272,7 @@ class ScriptedEngine:
         self._server: asyncio.Server | None = None
         self._writers: list[asyncio.StreamWriter] = []
 
-    async def __aenter__(self) -> "ScriptedEngine":
+    async def __aenter__(self) -> Self:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
         self.address = self._server.sockets[0].getsockname()[:2]
         return self

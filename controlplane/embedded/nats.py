@@ -5,6 +5,7 @@ Every user has its own password and may touch only its own subjects; who is not 
 """
 
 import asyncio
+import contextlib
 import json
 import re
 import shutil
@@ -193,8 +194,14 @@ class EmbeddedNats:
                     except OSError:
                         await asyncio.sleep(PROBE_PAUSE_S)
                         continue
-                    greeting = await reader.readline()
-                    writer.close()
+                    try:
+                        greeting = await reader.readline()
+                    except OSError:
+                        greeting = b""
+                    finally:
+                        writer.close()
+                        with contextlib.suppress(OSError):
+                            await writer.wait_closed()
                     if greeting.startswith(b"INFO "):
                         return
         except TimeoutError:

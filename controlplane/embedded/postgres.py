@@ -101,6 +101,9 @@ class EmbeddedPostgres:
             programs = await self._programs(account)
             cluster = await self._cluster(account)
             await _end_servers(cluster.resolve())
+            # No server runs here, whatever the file says: its process id may be a zombie's that nobody
+            # reaps, or may have gone to another process, and PostgreSQL would not start.
+            (cluster / "postmaster.pid").unlink(missing_ok=True)
             if not (cluster / "PG_VERSION").exists():
                 await self._initialise(programs, cluster, account)
             self._check_version(cluster)

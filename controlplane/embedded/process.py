@@ -123,11 +123,13 @@ async def end_orphans(
             try:
                 # psutil compares create times, so a reused process id is never signalled.
                 process.send_signal(number)
+                # A stopped process takes no signal but this one.
+                process.send_signal(signal.SIGCONT)
             except psutil.NoSuchProcess:
                 continue
         loop = asyncio.get_running_loop()
         until = loop.time() + seconds
-        while find() and loop.time() < until:  # noqa: ASYNC110 - the kernel tells no one
+        while find() and loop.time() < until:
             await asyncio.sleep(0.05)
     return count
 

@@ -1,6 +1,7 @@
 """Keeps a child running: started again when it ends, with a growing pause while it keeps ending."""
 
 import asyncio
+import logging
 import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
@@ -9,6 +10,8 @@ from typing import Protocol
 
 from controlplane.domain.errors import HeadwayError
 from controlplane.embedded.process import end, spawn
+
+log = logging.getLogger(__name__)
 
 PAUSE_S_MIN = 0.2
 PAUSE_S_MAX = 5.0
@@ -89,7 +92,10 @@ async def keep_alive(
                 since = loop.time()
                 try:
                     await child.start()
-                except (HeadwayError, OSError):
+                except (HeadwayError, OSError) as error:
+                    log.warning(
+                        "child_not_started", extra={"fields": {"child": name, "why": str(error)}}
+                    )
                     status = None
                     continue
                 break

@@ -1,8 +1,8 @@
 """Reads along in a stream of events: counts tokens, finds usage, tells loss from success.
 
-Bytes pass unchanged except for three things: usage that the client did not ask for is taken out,
-events before the first token are held back (so that until then another engine can take over), and
-what tells of a loss is never passed on.
+Bytes pass unchanged except for these: usage that the client did not ask for is taken out, events
+before the first token are held back (so that until then another engine can take over), what tells of
+a loss is never passed on, and the blank line after an event is always two LF.
 """
 
 import re
@@ -17,6 +17,7 @@ from controlplane.wire.openai import Chunk, UsageWire
 EVENT_BYTES_MAX: Final = 4 * 1024 * 1024
 DONE_EVENT: Final = b"data: [DONE]\n\n"
 
+_BLANK: Final = b"\n\n"
 _BOUNDARY = re.compile(rb"\r?\n\r?\n")
 _LINE = re.compile(rb"\r?\n")
 _NULL_USAGE = re.compile(rb',\s*"usage"\s*:\s*null(?=\s*[,}])')
@@ -69,7 +70,7 @@ class Tap:
         """Take in some bytes; the bytes that can go to the client now."""
         # Plain tokens only, one per event: nothing to look at. Quotes inside of a JSON string are
         # escaped, so no text can look like these members. With several answers an event might hold
-        # two of them, and counting would not tell.
+        # two of them, and counting would not tell; nor where events end in CRLF.
         if (
             self.has_token
             and not self._tail
@@ -77,6 +78,7 @@ class Tap:
             and data.endswith(b"\n\n")
             and data.count(_NO_FINISH) == (events := data.count(b"\n\n"))
             and _USAGE not in data
+            and b"\r" not in data
             and self.loss is None
             and not self.is_done
         ):
@@ -100,17 +102,28 @@ class Tap:
             data = self._tail + data
             self._tail = b""
         passed: list[bytes] = []
-        start = 0
-        for boundary in _BOUNDARY.finditer(data):
+        *events, tail = _BOUNDARY.split(data) if b"\r" in data else data.split(_BLANK)
+        is_single = self._answers == 1
+        for event in events:
+            if (
+                self.has_token
+                and is_single
+                and _NO_FINISH in event
+                and _USAGE not in event
+                and event.startswith(_DATA)
+            ):
+                # A plain token among others, as above.
+                self.tokens += 1
+                passed.append(event + _BLANK)
+                continue
+            shown = self._event(event)
+            if shown:
+                passed.append(shown)
             if self.loss is not None or self.is_done:
                 break
-            event = self._event(data[start : boundary.start()], boundary.group())
-            if event:
-                passed.append(event)
-            start = boundary.end()
-        if self.loss is None and not self.is_done:
-            self._tail = data[start:]
-            if len(self._tail) > EVENT_BYTES_MAX:
+        else:
+            self._tail = tail
+            if len(tail) > EVENT_BYTES_MAX:
                 self.loss = f"an event of more than {EVENT_BYTES_MAX} bytes"
         if self.has_token or self.is_done or self.is_finished:
             return self._released() + b"".join(passed)
@@ -127,23 +140,14 @@ class Tap:
         self._held_bytes = 0
         return held
 
-    def _event(self, event: bytes, boundary: bytes) -> bytes:
+    def _event(self, event: bytes) -> bytes:
         """One whole event; what the client gets of it."""
-        if (
-            self.has_token
-            and self._answers == 1
-            and _NO_FINISH in event
-            and _USAGE not in event
-            and event.startswith(_DATA)
-        ):
-            self.tokens += 1
-            return event + boundary
         payload = _payload(event)
         if payload is None:
-            return event + boundary
+            return event + _BLANK
         if payload == _DONE:
             self.is_done = True
-            return event + boundary
+            return event + _BLANK
         try:
             chunk = _decode(payload)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -165,14 +169,14 @@ class Tap:
             # The last report counts; each one is the total so far.
             self.usage = chunk.usage
         if not self._hides_usage or _USAGE not in payload:
-            return event + boundary
+            return event + _BLANK
         if chunk.usage is None:
-            return _NULL_USAGE.sub(b"", event) + boundary
+            return _NULL_USAGE.sub(b"", event) + _BLANK
         if not chunk.choices:
             return b""
         members = _index(payload)
         members.pop("usage", None)
-        return b"data: " + _encode(members) + boundary
+        return b"data: " + _encode(members) + _BLANK
 
 
 def _payload(event: bytes) -> bytes | None:

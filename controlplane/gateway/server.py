@@ -182,8 +182,8 @@ class Link(HttpToolsProtocol):
             self._start_asgi_task(cycle, app)
 
     def send_400_response(self, msg: str) -> None:
-        self.metrics.connections_refused.add(("malformed",))
-        self._refuse(HTTPStatus.BAD_REQUEST, Reason.INVALID_REQUEST, msg.rstrip(".").lower())
+        words = msg.rstrip(".").lower()
+        self._refuse("malformed", HTTPStatus.BAD_REQUEST, Reason.INVALID_REQUEST, words)
 
     # ------------------------------------------------------------ deadlines
 
@@ -214,21 +214,21 @@ class Link(HttpToolsProtocol):
     # ------------------------------------------------------------ refusals below the application
 
     def _refuse_head(self) -> None:
-        self.metrics.connections_refused.add(("large head",))
         self._refuse(
+            "large head",
             HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
             Reason.REQUEST_TOO_LARGE,
             f"the head has more than {HEAD_BYTES_MAX} bytes or {HEADERS_MAX} headers",
         )
 
     def _refuse_slow(self, cause: str, words: str) -> None:
-        self.metrics.connections_refused.add((cause,))
-        self._refuse(HTTPStatus.REQUEST_TIMEOUT, Reason.INVALID_REQUEST, words)
+        self._refuse(cause, HTTPStatus.REQUEST_TIMEOUT, Reason.INVALID_REQUEST, words)
 
-    def _refuse(self, status: HTTPStatus, reason: Reason, words: str) -> None:
+    def _refuse(self, cause: str, status: HTTPStatus, reason: Reason, words: str) -> None:
         """Answer and hang up; only hang up when that would fall into, or follow, another answer."""
         if self.transport.is_closing():
             return
+        self.metrics.connections_refused.add((cause,))
         cycle = self.cycle
         is_owed = cycle is None or not cycle.response_started
         if self._is_in_head:

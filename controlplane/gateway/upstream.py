@@ -414,6 +414,11 @@ class Upstream:
         connection = await self._connect(pool)
         return await self._exchange(connection, request, deadline, is_fetching_kv=is_fetching_kv)
 
+    def idle(self, address: Address) -> int:
+        """Connections kept open to an engine, ready for a call."""
+        pool = self._pools.get(address)
+        return 0 if pool is None else len(pool.idle)
+
     def close(self) -> None:
         for pool in self._pools.values():
             while pool.idle:

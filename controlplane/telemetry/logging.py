@@ -25,7 +25,7 @@ FIELDS = frozenset(
     }
 )  # fmt: skip
 
-_KEY = re.compile(r"\bhw-(tenant|op)-([0-9A-Za-z]{1,16})[-0-9A-Za-z_]*")
+_KEY = re.compile(r"hw-(tenant|op)-([0-9A-Za-z]{1,16})[-0-9A-Za-z_]*")
 _BEARER = re.compile(r"(?i)\b(bearer)\s+\S+")
 _DSN_PASSWORD = re.compile(r"(://[^:/@\s]*:)[^@\s]+@")
 

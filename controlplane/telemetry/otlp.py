@@ -26,7 +26,6 @@ from opentelemetry.sdk.metrics.export import Histogram as HistogramPoints
 from opentelemetry.sdk.metrics.export import Metric as ExportedMetric
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
-from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
 from controlplane.telemetry.metrics import Counter, Gauge, Histogram, Labels, Metrics
 
@@ -121,15 +120,15 @@ class _HistogramAppender(MetricExporter):
     def export(
         self, metrics_data: MetricsData, timeout_millis: float = 10_000, **kwargs: Any
     ) -> MetricExportResult:
+        if not metrics_data.resource_metrics:
+            return MetricExportResult.SUCCESS
         points = [self._points(histogram) for histogram in self._histograms]
-        resources = list(metrics_data.resource_metrics)
-        if resources:
-            first = resources[0]
-            scope = ScopeMetrics(InstrumentationScope(SCOPE), points, "")
-            resources[0] = ResourceMetrics(
-                first.resource, [*first.scope_metrics, scope], first.schema_url
-            )
-        return self._inner.export(MetricsData(resources), timeout_millis, **kwargs)
+        # One provider with one meter: all that was collected lies in one scope of one resource.
+        [resource] = metrics_data.resource_metrics
+        [scope] = resource.scope_metrics
+        scopes = [ScopeMetrics(scope.scope, [*scope.metrics, *points], scope.schema_url)]
+        whole = MetricsData([ResourceMetrics(resource.resource, scopes, resource.schema_url)])
+        return self._inner.export(whole, timeout_millis, **kwargs)
 
     def force_flush(self, timeout_millis: float = 10_000) -> bool:
         return self._inner.force_flush(timeout_millis)

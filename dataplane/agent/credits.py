@@ -134,10 +134,8 @@ class CreditBook:
         if loan is None and len(account.loans) >= REPLICAS_MAX:
             return NOTHING
         room = _minus(_minus(account.capacity, account.unknown), account.lent())
-        if account.is_open:
-            share = self._share(account, replica_id, want, now_ms)
-        else:
-            share = loan.granted if loan else NOTHING
+        before = loan.granted if loan else NOTHING
+        share = self._share(account, replica_id, want, now_ms) if account.is_open else before
         granted = _least(_least(_positive(want), share), room)
         lent = (
             max(granted[0], min(held[0], room[0])),

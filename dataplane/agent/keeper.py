@@ -11,10 +11,9 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-import httpx2
-
 from dataplane.agent import log
 from dataplane.agent.disk import AgentDisk, ProcessRecord
+from dataplane.agent.probe import Probe
 from dataplane.agent.process import (
     EngineProcess,
     boot_id,
@@ -47,34 +46,6 @@ CRASH_LOOP_RETRY_S = 60.0
 # A drained engine has been idle for this long, for calls may be on their way when the drain is
 # told.
 DRAIN_SETTLE_S = 1.0
-
-
-class Probe:
-    """One keep-alive HTTP client for all engines of the node."""
-
-    def __init__(self, host: str) -> None:
-        self._host = f"[{host}]" if ":" in host else host
-        self._client = httpx2.AsyncClient(
-            timeout=None,
-            trust_env=False,
-            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=None),
-        )
-
-    async def get(self, port: int, path: str, timeout_s: float) -> bytes:
-        """Body of a 200 answer. Raises OSError otherwise."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                response = await self._client.get(f"http://{self._host}:{port}{path}")
-        except httpx2.HTTPError as error:
-            raise OSError(f"{path}: {error or type(error).__name__}") from error
-        except TimeoutError as error:
-            raise OSError(f"{path}: no answer in {timeout_s:.1f} s") from error
-        if response.status_code != httpx2.codes.OK:
-            raise OSError(f"{path}: status {response.status_code}")
-        return response.content
-
-    async def close(self) -> None:
-        await self._client.aclose()
 
 
 class EngineKeeper:
@@ -208,6 +179,7 @@ class EngineKeeper:
             await self._pause(self._backoff_s())
 
     async def _end(self, process: EngineProcess) -> None:
+        self._probe.forget(self.port)
         try:
             if self._stopping.is_set():
                 await process.terminate(self._stop_grace_s)

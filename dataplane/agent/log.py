@@ -27,9 +27,6 @@ def set_up_logging() -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_JsonLines())
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
-    # The probes would log every request.
-    logging.getLogger("httpx2").setLevel(logging.WARNING)
-    logging.getLogger("httpcore2").setLevel(logging.WARNING)
 
 
 def info(event: str, **fields: str | float | None) -> None:

@@ -78,10 +78,10 @@ def session_members(leader: int, start_ticks: int) -> list[int]:
 
 
 def _processes() -> Iterator[tuple[int, Stat]]:
-    for name in os.listdir("/proc"):
-        stat = stat_of(int(name)) if name.isdigit() else None
+    for folder in Path("/proc").iterdir():
+        stat = stat_of(int(folder.name)) if folder.name.isdigit() else None
         if stat is not None:
-            yield int(name), stat
+            yield int(folder.name), stat
 
 
 def find_launch(token: str) -> int | None:
@@ -174,7 +174,7 @@ class EngineProcess:
         if self.is_alive():
             _signal(self.pid, signal.SIGTERM)
             ends_s = time.monotonic() + grace_s
-            while self.is_alive() and time.monotonic() < ends_s:  # noqa: ASYNC110 - no event
+            while self.is_alive() and time.monotonic() < ends_s:
                 await asyncio.sleep(POLL_S)
         await self.kill()
 

@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 from dataplane.agent import log
 from dataplane.agent.disk import AgentDisk, WantedEngine
-from dataplane.agent.keeper import EngineKeeper, Probe, recorded_process
+from dataplane.agent.keeper import EngineKeeper, recorded_process
+from dataplane.agent.probe import Probe
 from dataplane.agent.settings import AgentSettings, SettingsError, check_spec
 from dataplane.engines.base import EngineError
 from dataplane.engines.kinds import kind_of
@@ -61,7 +62,7 @@ class Supervisor:
             await asyncio.gather(*(keeper.stop() for keeper in keepers))
         else:
             await asyncio.gather(*(keeper.detach() for keeper in keepers))
-        await self._probe.close()
+        self._probe.close()
 
     async def load(self, spec: EngineSpec) -> None:
         """Run `spec`; returns when it serves. Raises EngineError."""

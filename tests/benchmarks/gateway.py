@@ -20,7 +20,7 @@ import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import psutil
 
@@ -80,7 +80,7 @@ class Bench:
         self._ports = [_free_port(), _free_port()]
         self.engine_ports = [str(port) for port in self._ports]
 
-    def __enter__(self) -> "Bench":
+    def __enter__(self) -> Self:
         for name, content, members in (
             ("small", _SMALL, {"max_tokens": 8}),
             ("stream", _SMALL, {"max_tokens": STREAM_TOKENS, "stream": True}),

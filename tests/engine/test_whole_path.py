@@ -57,9 +57,7 @@ async def cluster(
 ) -> AsyncIterator[LocalCluster]:
     os.environ.update(cpu_environment())
     document = parse_cluster(
-        CLUSTER.format(
-            executable=vllm / "bin" / "vllm", model=model, ready_s_max=READY_S_MAX
-        )
+        CLUSTER.format(executable=vllm / "bin" / "vllm", model=model, ready_s_max=READY_S_MAX)
     )
     local = LocalCluster(
         data_dir=server_folder / "vllm", port=free_port(), cluster=document, ready_s_max=READY_S_MAX

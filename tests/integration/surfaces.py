@@ -1,6 +1,7 @@
 """A replica with its catalogue and keys, for tests of what stands on top of it."""
 
 import asyncio
+import gc
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -68,6 +69,9 @@ async def running_surfaces(database_url: str, nats_url: str) -> AsyncIterator[Su
         transport = httpx2.ASGITransport(app=replica.app, raise_app_exceptions=False)
         async with httpx2.AsyncClient(transport=transport, base_url="http://headway") as client:
             yield Surfaces(replica, client, tenants, operators)
+    # A connection whose making was cancelled is closed when it is collected. Until then PostgreSQL
+    # waits for its password, and DROP DATABASE waits for that.
+    gc.collect()
 
 
 @asynccontextmanager

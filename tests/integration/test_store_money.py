@@ -11,7 +11,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from sqlalchemy.ext.asyncio import AsyncEngine
 
@@ -146,7 +146,7 @@ class Call:
 
 
 class Money:
-    """Two tenants, one workflow, three replicas with a journal each; any step may be followed by any.
+    """Two tenants, one workflow, two replicas with a journal each; any step may be followed by any.
 
     `at` picks a replica, the other numbers are whatever the step needs.
     """
@@ -164,7 +164,7 @@ class Money:
         self.workflow = f"w{example}"
         self.accounts = [*(f"tenant:{t}" for t in self.tenants), f"workflow:{self.workflow}"]
         self._declare()
-        self.replicas = [self._start(f"x{example}-{n}") for n in range(3)]
+        self.replicas = [self._start(f"x{example}-{n}") for n in range(2)]
 
     def _declare(self) -> None:
         for tenant in self.tenants:
@@ -209,6 +209,10 @@ class Money:
     def _alive(self, at: int) -> Memory:
         living = [replica for replica in self.replicas if replica.is_alive]
         return living[at % len(living)]
+
+    def _busiest(self) -> Memory:
+        living = [replica for replica in self.replicas if replica.is_alive]
+        return max(living, key=lambda replica: replica.journal.entries_waiting)
 
     # ------------------------------------------------------------ steps
 
@@ -258,14 +262,16 @@ class Money:
         replica.journal.opened(rows.opened(amount))
         replica.journal.decided(rows.decided())
 
-    def settle(self, at: int, pick: int, actual: int, _: int) -> None:
-        replica = self._alive(at)
-        flying = [c for c in self.calls.values() if c.is_in_flight and c.replica is replica]
+    def settle(self, _: int, pick: int, actual: int, more: int) -> None:
+        flying = [c for c in self.calls.values() if c.is_in_flight and c.replica.is_alive]
         if not flying:
             return
         call = flying[pick % len(flying)]
+        replica = call.replica
         # Never more than the reservation and what is free, in any of its accounts.
-        charged = min(actual, *(call.reserved + replica.free.get(n, 0) for n in call.accounts))
+        charged = min(
+            actual + more // 2, *(call.reserved + replica.free.get(n, 0) for n in call.accounts)
+        )
         for name in call.accounts:
             replica.free[name] = replica.free.get(name, 0) + call.reserved - charged
             replica.pending[name] = replica.pending.get(name, 0) + charged
@@ -273,26 +279,26 @@ class Money:
         replica.journal.attempted(call.rows.attempted())
         replica.journal.settled(call.rows.settled(charged))
 
-    def flush(self, at: int, *_: int) -> None:
-        replica = self._alive(at)
+    def flush(self, *_: int) -> None:
+        replica = self._busiest()
         batch = list(replica.journal._entries)
         if batch:
             self.run(replica.journal._write(batch))
             replica.journal._done(len(batch))
             self._written(replica, batch)
 
-    def flush_and_lose_the_answer(self, at: int, size: int, *_: int) -> None:
+    def flush_and_lose_the_answer(self, size: int, more: int, *_: int) -> None:
         """The commit happened and nobody knows: the same entries will be written again."""
-        replica = self._alive(at)
-        batch = list(replica.journal._entries)[: size + 1]
+        replica = self._busiest()
+        batch = list(replica.journal._entries)[: 2 + 2 * size + more]
         if batch:
             self.seen["replayed"] += any(isinstance(entry, SettledRow) for entry in batch)
             self.run(replica.journal._write(batch))
             self._written(replica, batch)
 
-    def lose_the_connection(self, at: int, *_: int) -> None:
+    def lose_the_connection(self, *_: int) -> None:
         """The backend is killed while the flush waits for a lock: nothing of it may remain."""
-        replica = self._alive(at)
+        replica = self._busiest()
         batch = list(replica.journal._entries)
         if not any(isinstance(entry, SettledRow) for entry in batch):
             return
@@ -429,6 +435,7 @@ class Money:
     def check_end(self) -> None:
         """Everyone leaves: nothing is open and nothing is reserved."""
         for replica in self.replicas:
+            replica.is_alive = False
             self._silence(replica)
         self.reap()
         self.check()
@@ -453,7 +460,7 @@ STEPS = (
     *[Money.flush_and_lose_the_answer] * 2,
     Money.lease,
     Money.surrender,
-    Money.lose_the_connection,
+    *[Money.lose_the_connection] * 2,
     Money.die,
     Money.cut_off,
     Money.reap,
@@ -470,7 +477,8 @@ def test_money_survives_any_order_of_faults(clean_database_url: str) -> None:
     asyncio.run(declare())
     seen: Counter[str] = Counter()
 
-    @settings(max_examples=40)
+    # Shrinking would take minutes: the steps are printed, and the failing blob repeats them.
+    @settings(max_examples=30, phases=[Phase.explicit, Phase.reuse, Phase.generate])
     @given(
         st.lists(
             st.tuples(st.sampled_from(STEPS), st.integers(0, 2), small, small, small),
@@ -491,6 +499,7 @@ def test_money_survives_any_order_of_faults(clean_database_url: str) -> None:
 
     check()
     # A property that never met a fault proves nothing.
+    print(seen)
     assert min(seen[name] for name in ("charged", "replayed", "killed", "lost", "refused")) > 0, (
         seen
     )

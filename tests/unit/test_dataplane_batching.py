@@ -49,6 +49,7 @@ class Call:
     ignores_end: bool
     arrives: int
     leaves: int | None
+    leaves_in_a_step: bool
 
 
 # Prompts over two letters share prefixes often; blocks are as long as in the engine.
@@ -61,6 +62,7 @@ calls = st.builds(
     ignores_end=st.booleans(),
     arrives=st.integers(0, 12),
     leaves=st.none() | st.integers(0, 20),
+    leaves_in_a_step=st.booleans(),
 )
 
 
@@ -86,8 +88,9 @@ def test_answers_do_not_depend_on_company(
                 one = sequence(call.prompt, call.tokens_max, ignores_end=call.ignores_end)
                 live.append((call, one))
                 engine.add(one)
-        for call, one in live:
-            if call.leaves == tick and one.finish is None:
+        leaving = [(c, one) for c, one in live if c.leaves == tick and one.finish is None]
+        for call, one in leaving:
+            if not call.leaves_in_a_step:
                 engine.remove(one)
                 gone.append(one)
         step, pulls = engine.plan()
@@ -97,8 +100,9 @@ def test_answers_do_not_depend_on_company(
             assert not engine.in_flight
         else:
             assert 0 < sum(tokens for _, tokens in step.work) == step.tokens <= budget
-            for call, one in live:
-                if call.leaves == tick and one.finish is None and one not in gone:
+            assert all(tokens > 0 for _, tokens in step.work)
+            for call, one in leaving:
+                if call.leaves_in_a_step:
                     engine.remove(one)
                     gone.append(one)
             engine.complete(step)
@@ -156,6 +160,22 @@ def test_the_youngest_gives_way_and_starts_again() -> None:
     assert list(engine.waiting) == [young]
     assert young.computed == 0
     assert young.generated > 0
+
+
+def test_who_waits_holds_no_block_that_who_runs_needs() -> None:
+    engine = batcher(blocks=4, seats=2)
+    old, late = sequence(b"aaaa" * 40, 24), sequence(b"bbbb" * 20, 4)
+    engine.add(old)
+    step, _ = engine.plan()
+    assert step is not None
+    engine.complete(step)
+    engine.add(late)
+    while engine.in_flight:
+        step, _ = engine.plan()
+        assert step is not None
+        engine.complete(step)
+    assert engine.counters.preemptions == 0
+    assert (old.finish, late.finish) == (Finish.LENGTH, Finish.LENGTH)
 
 
 def test_a_kept_prefix_is_not_computed_again() -> None:

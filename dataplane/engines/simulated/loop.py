@@ -167,7 +167,7 @@ class Engine:
                     continue
                 ends_s = clock() + self._duration_s(step)
             await asyncio.sleep(max(ends_s - clock(), WAKE_S_MIN))
-            while self.faults.hang:  # noqa: ASYNC110 - a fault, polled only while it lasts
+            while self.faults.hang:
                 await asyncio.sleep(HANG_POLL_S)
             now_s = clock()
             ends_s = max(ends_s, now_s - LAG_S_MAX)

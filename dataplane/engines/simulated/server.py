@@ -65,7 +65,7 @@ class EngineProtocol(HttpToolsProtocol):
                 on_disconnect()
 
 
-class Dropped(Exception):  # noqa: N818 - an outcome that ends the handler, not an error
+class Dropped(Exception):
     """The connection was closed on purpose."""
 
 

@@ -1,0 +1,25 @@
+"""The environment with vLLM and the tiny model, shared by all tests of real engines."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.engine.install_vllm import FINISHED, environment_folder
+
+
+@pytest.fixture(scope="session")
+def vllm() -> Path:
+    """The virtual environment that `install_vllm.py` builds; without it the tests are skipped."""
+    folder = environment_folder()
+    if not (folder / FINISHED).exists():
+        pytest.skip(f"no vLLM in {folder}; run tests/engine/install_vllm.py")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def model(vllm: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    maker = Path(__file__).with_name("tiny_model.py")
+    subprocess.run([vllm / "bin" / "python", maker, folder], check=True, capture_output=True)
+    return folder

@@ -1,0 +1,38 @@
+"""Where the real vLLM of the tests lives, and how its engines run on a small machine without a GPU."""
+
+from pathlib import Path
+
+from dataplane.protocol.messages import EngineSpec
+
+READY_S_MAX = 240.0
+
+
+def cpu_environment() -> dict[str, str]:
+    """For engines that share the cores of a small machine, and can not reach a model hub."""
+    return {
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "NIXL_PTHR_DELAY_US": "1000",
+    }
+
+
+def tiny_engine(engine_id: str, role: str, vllm: Path, model: Path) -> EngineSpec:
+    return EngineSpec(
+        engine_id=engine_id,
+        kind="vllm",
+        model="tiny",
+        role=role,
+        gpus=1,
+        options={
+            "executable": str(vllm / "bin" / "vllm"),
+            "model_path": str(model),
+            "max_num_seqs": 16,
+            "max_model_len": 4096,
+            "block_size": 32,
+            "kv_cache_memory_bytes": 64 * 1024 * 1024,
+            "enforce_eager": True,
+            "startup_s_max": READY_S_MAX,
+        },
+    )
