@@ -12,7 +12,7 @@ class ExitCode(IntEnum):
     UNREACHABLE = 3  # no answer from the server
 
 
-class CommandFailure(Exception):  # noqa: N818  (it ends a command, it is no error in it)
+class CommandFailure(Exception):
     """Ends the command. `message` says what is wrong, `remedy` what to do about it."""
 
     def __init__(self, code: ExitCode, message: str, remedy: str = "") -> None:

@@ -15,7 +15,7 @@ def main() -> int:
     """Exit code 0 after a requested stop, 2 when the settings can not be used."""
     configure(EventLog(), "info")
     try:
-        settings = Settings()  # type: ignore[call-arg]  # members come from the environment
+        settings = Settings()
         uvloop.run(serve(settings))
     except ValidationError as error:
         for problem in error.errors():

@@ -176,6 +176,6 @@ def _with_database(url: str, name: str) -> str:
     return make_url(url).set(database=name).render_as_string(hide_password=False)
 
 
-def _execute(url: str, statement: sql.Composable) -> None:
+def _execute(url: str, statement: sql.SQL | sql.Composed) -> None:
     with psycopg.connect(_with_database(url, "postgres"), autocommit=True) as connection:
         connection.execute(statement)

@@ -11,6 +11,7 @@ import importlib.util
 import os
 import shutil
 import signal
+import subprocess
 from pathlib import Path
 
 import psutil
@@ -256,7 +257,8 @@ class EmbeddedPostgres:
                 account=account,
                 environment=_environment(),
             )
-        except OSError:
+        except (OSError, subprocess.SubprocessError):
+            # The latter when this process may not become another user.
             return False
         return await process.wait() == 0
 

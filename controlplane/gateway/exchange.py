@@ -5,7 +5,7 @@ Whatever happens, cancellation included, the ticket is settled exactly once, wit
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -28,7 +28,7 @@ from controlplane.wire.outcomes import OUTCOMES, envelope, error_response, strea
 if TYPE_CHECKING:
     from controlplane.runtime.admit import Gate
 
-Send = Callable[[dict[str, Any]], Awaitable[None]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 # From asking an engine to its first token; a call's own deadline may be sooner.
 FIRST_TOKEN_S_MAX: Final = 60.0

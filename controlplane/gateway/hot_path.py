@@ -6,7 +6,7 @@ is not an answer of an engine is an entry of `wire/outcomes.py`.
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, MutableMapping
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -29,8 +29,8 @@ from controlplane.wire.outcomes import error_response
 if TYPE_CHECKING:
     from controlplane.runtime.admit import Gate
 
-Scope = dict[str, Any]
-Receive = Callable[[], Awaitable[dict[str, Any]]]
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 STATE_RETRY_MS: Final = 1_000

@@ -57,7 +57,8 @@ class Ticket:
     """
 
     __slots__ = (
-        "attempt", "attempts_failed", "cache_salt", "call", "completion_tokens_max", "decided_ms", "decisions", "decode_url", "id",
+        "attempt", "attempts_failed", "cache_salt", "call", "completion_tokens_max", "decided_ms",
+        "decisions", "decode_url", "id",
         "is_first_token_seen", "is_holding_decode", "is_holding_prefill", "is_settled", "model", "opened_at_s",
         "placement", "prefill_url", "queue_ms", "request", "reserved_micro_usd", "tenant_budget", "workflow_budget",
     )  # fmt: skip

@@ -17,7 +17,7 @@ LIMIT_MAX = 500
 T = TypeVar("T")
 
 
-class BadCursor(ValueError):  # noqa: N818 - a name in words
+class BadCursor(ValueError):
     """A cursor that this program did not make."""
 
 

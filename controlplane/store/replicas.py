@@ -8,7 +8,6 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 from controlplane.domain.ids import ReplicaId
 from controlplane.store.session import transaction
 
-
 _END = text("UPDATE replicas SET ended_at = clock_timestamp() WHERE id = :id AND ended_at IS NULL")
 
 # Accounts first, in the order of their ids, as everyone does who moves money.

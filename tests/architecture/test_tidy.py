@@ -83,7 +83,9 @@ def test_the_readme_draws_the_layers_that_the_linter_holds() -> None:
         for contract in contracts["contracts"]
         if contract["name"] == "Control plane layers"
     )
-    drawn = re.findall(r"^\| `([a-z_` |]+)` \|", (ROOT / "controlplane/README.md").read_text(), re.M)
+    drawn = re.findall(
+        r"^\| `([a-z_` |]+)` \|", (ROOT / "controlplane/README.md").read_text(), re.MULTILINE
+    )
     assert [re.sub(r"[` ]", "", row) for row in drawn] == [
         layer.replace(" ", "") for layer in layers
     ]

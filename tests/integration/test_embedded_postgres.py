@@ -249,9 +249,7 @@ async def test_a_supervised_server_comes_back(folder: Path) -> None:
     server = EmbeddedPostgres(folder / "postgres", FAST)
     url = await server.start()
     write(url, 1)
-    keeper = asyncio.create_task(
-        keep_alive("postgres", server, lambda *what: ends.append(what))  # type: ignore[arg-type]
-    )
+    keeper = asyncio.create_task(keep_alive("postgres", server, lambda *what: ends.append(what)))
     for _ in range(2):
         pid = server.pid
         assert pid is not None

@@ -153,7 +153,7 @@ async def test_bad_rows_are_left_out_and_the_others_are_written(
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
 
-    states = {}
+    states: dict[str, str] = {}
     cursor = None
     while True:
         found = await records.list_requests(engine, limit=20, cursor=cursor)

@@ -387,13 +387,13 @@ class Money:
                 (self.accounts,),
             )
         }
-        ledger = dict(
+        ledger: dict[str, int] = dict(
             self.watch.execute(
                 "SELECT request_id, amount_micro_usd FROM ledger WHERE tenant_id = ANY(%s)",
                 (self.tenants,),
             ).fetchall()
         )
-        states = dict(
+        states: dict[str, str] = dict(
             self.watch.execute(
                 "SELECT id, state FROM requests WHERE tenant_id = ANY(%s)", (self.tenants,)
             ).fetchall()
@@ -478,7 +478,7 @@ def test_money_survives_any_order_of_faults(clean_database_url: str) -> None:
     seen: Counter[str] = Counter()
 
     # Shrinking would take minutes: the steps are printed, and the failing blob repeats them.
-    @settings(max_examples=30, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+    @settings(max_examples=20, phases=[Phase.explicit, Phase.reuse, Phase.generate])
     @given(
         st.lists(
             st.tuples(st.sampled_from(STEPS), st.integers(0, 2), small, small, small),
@@ -499,7 +499,6 @@ def test_money_survives_any_order_of_faults(clean_database_url: str) -> None:
 
     check()
     # A property that never met a fault proves nothing.
-    print(seen)
     assert min(seen[name] for name in ("charged", "replayed", "killed", "lost", "refused")) > 0, (
         seen
     )

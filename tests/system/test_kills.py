@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+from typing import Self
 
 import pytest
 from openai import APIError, AsyncOpenAI
@@ -54,7 +55,7 @@ class Load:
                 await asyncio.sleep(0.1)
             number += 1000
 
-    async def __aenter__(self) -> "Load":
+    async def __aenter__(self) -> Self:
         self._tasks = [asyncio.create_task(self.caller(number)) for number in range(CALLERS)]
         return self
 

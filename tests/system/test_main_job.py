@@ -179,7 +179,8 @@ async def test_a_workflow_may_not_spend_more_than_its_budget(cluster: LocalClust
             },
         )  # fmt: skip
         workflow = created.json()["id"]
-        with pytest.raises(openai.RateLimitError) as spent:
+
+        async def spend() -> None:
             for _ in range(20):
                 await client.chat.completions.create(
                     model="small",
@@ -187,6 +188,9 @@ async def test_a_workflow_may_not_spend_more_than_its_budget(cluster: LocalClust
                     max_tokens=50,
                     extra_headers={"x-headway-workflow": workflow},
                 )
+
+        with pytest.raises(openai.RateLimitError) as spent:
+            await spend()
         assert spent.value.code == "insufficient_quota"
         assert workflow in str(spent.value)
         await until_quiet(cluster)
