@@ -10,6 +10,8 @@ from cli.client import JsonObject, segment
 from cli.operator import Session, with_session
 
 _MICRO_USD_PER_MILLI_USD = 1_000
+# What the columns of numbers take, and the mark of the winner.
+_NUMBERS_WIDTH = 66
 
 # Column heads of the seven axes, short enough for 80 columns.
 _HEADS = {
@@ -30,27 +32,33 @@ def explain(
 ) -> None:
     """Explain a decision: every candidate, every axis, and why the winner won."""
     document = session.api.get(f"requests/{segment(request)}/explain")
-    session.out.show(document, *explanation(document))
+    session.out.show(document, *explanation(document, session.out.console.width))
 
 
-def explanation(document: JsonObject) -> list[Any]:
-    """An explanation as Rich shows it: candidates by axes in thousandths of a dollar, objections,
-    the sentence.
-    """
+def explanation(document: JsonObject, width: int) -> list[Any]:
+    """An explanation for people: candidates by axes in thousandths of a dollar, then in words."""
     candidates = document["candidates"]
     parts: list[Any] = [
         f"[bold]{escape(document['request_id'])}[/] for [bold]{escape(document['model'])}[/]"
     ]
+    names = [name(candidate) for candidate in candidates]
+    labels = names
+    if max(map(len, names), default=0) > width - _NUMBERS_WIDTH:
+        # Numbers in the table, names below it.
+        labels = [str(number) for number in range(1, len(names) + 1)]
     if candidates:
-        parts.append(_table(document))
-    objections = [
-        f"  [red]x[/] {escape(name(candidate))}: {escape(_HEADS[axis['axis']])}: "
-        f"{escape(axis['objection'])}"
-        for candidate in candidates
+        parts.append(_table(document, labels))
+    if labels is not names:
+        parts += [
+            f"  {label} {escape(text)} ({candidate['gpu_type']}, {candidate['region']})"
+            for label, text, candidate in zip(labels, names, candidates, strict=True)
+        ]
+    parts += [
+        f"  [red]x[/] {label} {_HEADS[axis['axis']]}: {escape(axis['objection'])}"
+        for label, candidate in zip(labels, candidates, strict=True)
         for axis in candidate["axes"]
         if axis["objection"]
     ]
-    parts += objections
     parts.append(f"\n{escape(document['sentence'])}")
     return parts
 
@@ -62,7 +70,7 @@ def name(candidate: JsonObject) -> str:
     return str(candidate["decode"])
 
 
-def _table(document: JsonObject) -> Table:
+def _table(document: JsonObject, labels: list[str]) -> Table:
     result = Table(
         box=None,
         pad_edge=False,
@@ -75,11 +83,11 @@ def _table(document: JsonObject) -> Table:
         result.add_column(head, justify="right")
     result.add_column("SUM", justify="right")
     result.add_column("TTFT", justify="right")
-    for candidate in document["candidates"]:
+    for label, candidate in zip(labels, document["candidates"], strict=True):
         is_winner = candidate["is_winner"]
         views = {axis["axis"]: axis for axis in candidate["axes"]}
         result.add_row(
-            f"{'* ' if is_winner else '  '}{escape(name(candidate))}",
+            f"{'* ' if is_winner else '  '}{escape(label)}",
             *(_axis(views.get(axis)) for axis in _HEADS),
             _milli(candidate["cost_micro_usd"]) if candidate["is_feasible"] else "-",
             f"{candidate['ttft_ms_predicted']:.0f}ms" if candidate["is_feasible"] else "-",

@@ -61,6 +61,7 @@ class LocalCluster:
         port: int,
         cluster: ClusterDocument,
         on_event: Callable[[Event], None] = lambda _: None,
+        ready_s_max: float = READY_S_MAX,
     ) -> None:
         self.data_dir = data_dir.absolute()
         self.cluster = cluster
@@ -71,6 +72,7 @@ class LocalCluster:
         self.nats_url = os.environ.get("NATS_URL", "")
         self._port = port
         self._on_event = on_event
+        self._ready_s_max = ready_s_max
         self._lock = FolderLock(self.data_dir)
         self._pepper = ""
         # In the order of their start; they are stopped in the reverse order.
@@ -184,12 +186,13 @@ class LocalCluster:
 
     async def _start_replica_and_agents(self) -> None:
         self._say("serve", "starting the control plane")
-        await self._launch("serve", ["serve"], self._serve_environment())
+        await self._launch("serve", ["serve"], self.serve_environment())
         for node in self.cluster.nodes:
             self._say(f"agent {node.id}", f"starting the agent of {node.id}")
             await self._launch(f"agent {node.id}", ["agent"], self._agent_environment(node))
 
-    def _serve_environment(self) -> dict[str, str]:
+    def serve_environment(self) -> dict[str, str]:
+        """What a `headway serve` of this cluster is started with; another replica takes another port."""
         environment = {
             "DATABASE_URL": self.database_url,
             "NATS_URL": self.nats_url,
@@ -290,14 +293,14 @@ class LocalCluster:
             base_url=self.url, headers=headers, timeout=PROBE_S_MAX, trust_env=False
         ) as client:
             try:
-                async with asyncio.timeout(READY_S_MAX):
+                async with asyncio.timeout(self._ready_s_max):
                     while missing:
                         with contextlib.suppress(httpx2.TransportError):
                             missing = await _missing(client, engines)
                         await asyncio.sleep(PROBE_PAUSE_S)
             except TimeoutError:
                 raise ConfigurationError(
-                    f"not ready after {READY_S_MAX:g} s: {missing};"
+                    f"not ready after {self._ready_s_max:g} s: {missing};"
                     f" the logs are in `{self.data_dir / LOG_FOLDER}`"
                 ) from None
 

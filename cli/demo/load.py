@@ -40,8 +40,8 @@ COMPLETION_TOKENS_MIN = 20
 COMPLETION_TOKENS_MAX = 120
 PROMPT_TOKENS_NEW_MIN = 8
 PROMPT_TOKENS_NEW_MAX = 600
-STEPS_MAX = 24
-GAP_S_MAX = 4.0
+STEPS_MAX = 20
+GAP_S_MAX = 2.0
 
 # Kinds of the mix, weights as in the protocol's mixed workload (agentic code, chat, bounded agent).
 KIND_WEIGHTS = {"coding": 50, "chat": 30, "agent": 20}

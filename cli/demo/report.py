@@ -39,7 +39,7 @@ def print_report(console: Console, result: dict[str, Any]) -> None:
         console.print("no call was refused")
     if result["explained"]:
         console.print("\n[bold]one decision, explained[/]")
-        for part in explanation(result["explained"]):
+        for part in explanation(result["explained"], console.width):
             console.print(part)
     console.print()
     for name, holds in result["invariants"].items():

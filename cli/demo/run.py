@@ -30,7 +30,7 @@ from controlplane.store import records
 from controlplane.store.session import make_engine, transaction
 
 # Two cores carry about this many workflows a second, seven calls each.
-WORKFLOWS_PER_S = 1.8
+WORKFLOWS_PER_S = 2.5
 # Arrivals end here, so that most workflows end inside the load period.
 ARRIVAL_WINDOW_RATIO = 0.75
 KILL_AT_RATIO = 0.5
@@ -39,7 +39,7 @@ FINISH_S_MAX = 45.0
 SETTLE_S_MAX = 20.0
 PROBE_PAUSE_S = 0.2
 OPERATOR_S_MAX = 10.0
-EXPLAINED_OF = 20
+EXPLAINED_OF = 60
 
 # Class of a tenant: rank of its share of the load, burstiness of its arrivals, slack of its
 # deadlines. The least important tenant sends most and in bursts.

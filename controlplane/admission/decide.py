@@ -42,9 +42,7 @@ def decide(request: Request, snapshot: Snapshot, terms: Terms, now_ms: int) -> D
 
 
 def has_queue_room(request: Request, snapshot: Snapshot) -> bool:
-    """First steps leave the kept part of the queue to later ones. Who waits already stays."""
-    if snapshot.is_queued:
-        return True
+    """First steps leave the kept part of the queue to later ones."""
     is_later_step = request.workflow is not None and request.step > 0
     kept = 0 if is_later_step else int(snapshot.waiting_max * QUEUE_KEPT_RATIO)
     return snapshot.waiting < snapshot.waiting_max - kept

@@ -11,11 +11,10 @@ class Snapshot:
     """Rows of the model asked for, cached prompt tokens by row index, and the queue's length and limit.
 
     The rows are the live ones: nothing changes them while a decision runs, and nothing is copied.
-    `is_queued`: the call stands in the queue already, so it needs no room there.
+    `waiting` counts the calls before this one, so a call that waits already never lacks room.
     """
 
     rows: tuple[EngineRow, ...]
     cached: Mapping[int, int]
     waiting: int
     waiting_max: int
-    is_queued: bool = False

@@ -4,6 +4,8 @@ HeadwayError
 ├── Refused            a refusal that crosses an async boundary of the shell, carrying its value
 ├── StateUnavailable   PostgreSQL can not be reached or asked in time
 ├── BusUnavailable     NATS can not be reached
+├── UpstreamError      an engine can not be reached or breaks HTTP; never leaves `gateway/`
+├── UnknownFieldError  a log line names a field that is not on the list of `telemetry/logging`
 └── ConfigurationError what an operator wrote can not be used; says where and what to do
 """
 

@@ -80,7 +80,14 @@ class CreditKeeper:
         }
         if not wants:
             return False
-        message = CreditRequest(replica_id=self._replica_id, wants=wants)
+        held = {
+            str(engine_id): (
+                max(entry.row.seats_lent, entry.row.seats_taken),
+                max(entry.row.kv_tokens_lent, entry.row.kv_tokens_taken),
+            )
+            for engine_id, entry in node.engines.items()
+        }
+        message = CreditRequest(replica_id=self._replica_id, wants=wants, held=held)
         try:
             reply = await self._bus.ask(subjects.node_subject(node.id, "credits"), encode(message))
             if reply is None:

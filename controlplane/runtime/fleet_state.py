@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 TTFT_CORRECTION_MIN = 0.25
 TTFT_CORRECTION_MAX = 4.0
 TTFT_CORRECTION_GAIN = 0.1
+SPEEDUP_MIN = 0.01
 
 
 @dataclass(slots=True)
@@ -396,6 +397,9 @@ class FleetState:
         catalog = self.catalog
         model = catalog.models[ModelName(facts.model)]
         rates = engine_rates(model, catalog.gpu_types[declared.gpu_type], facts.gpus)
+        # A simulated engine does in a millisecond what its hardware does in `speed` of them, and costs
+        # as much for it.
+        speed = max(facts.speedup, SPEEDUP_MIN)
         row = EngineRow(
             index=index,
             engine_id=EngineId(facts.engine_id),
@@ -409,15 +413,15 @@ class FleetState:
             context_tokens_max=facts.context_tokens_max,
             kv_tokens_capacity=facts.kv_tokens,
             seats_capacity=facts.seats,
-            micro_usd_per_ms=rates.micro_usd_per_ms,
-            prefill_base_ms=rates.prefill_base_ms,
-            prefill_ms_per_token=rates.prefill_ms_per_token,
-            prefill_ms_per_token_sq=rates.prefill_ms_per_token_sq,
-            decode_ms_base=rates.decode_ms_base,
-            decode_ms_per_seq=rates.decode_ms_per_seq,
-            decode_ms_per_kv_token=rates.decode_ms_per_kv_token,
-            kv_price_micro_usd_per_token_s=rates.kv_price_micro_usd_per_token_s,
-            load_ms=model.load_ms,
+            micro_usd_per_ms=rates.micro_usd_per_ms * speed,
+            prefill_base_ms=rates.prefill_base_ms / speed,
+            prefill_ms_per_token=rates.prefill_ms_per_token / speed,
+            prefill_ms_per_token_sq=rates.prefill_ms_per_token_sq / speed,
+            decode_ms_base=rates.decode_ms_base / speed,
+            decode_ms_per_seq=rates.decode_ms_per_seq / speed,
+            decode_ms_per_kv_token=rates.decode_ms_per_kv_token / speed,
+            kv_price_micro_usd_per_token_s=rates.kv_price_micro_usd_per_token_s * speed,
+            load_ms=int(model.load_ms / speed),
         )
         row.generation = facts.started_ms
         row.is_accepting = self._may_accept(declared.id, facts.state)

@@ -12,16 +12,19 @@ from typing import TextIO
 
 import msgspec
 
+from controlplane.domain.errors import HeadwayError
+
 MESSAGE_CHARS_MAX = 2_000
 VALUE_CHARS_MAX = 200
 
 # The closed list; a field that is not here is refused, so that none can leak by accident.
 FIELDS = frozenset(
     {
-        "attempt", "cause", "decision", "detail", "duration_ms", "endpoint", "engine", "epoch",
-        "leg", "model", "node", "outcome", "path", "pid", "port", "reason", "region",
-        "replica", "request", "scope", "signal", "status", "step", "tenant_class", "url", "version",
-        "workflow",
+        "attempt", "cause", "child", "command", "decision", "detail", "duration_ms", "endpoint",
+        "engine", "entries", "epoch", "error", "kind", "leg", "loop", "model", "node", "outcome",
+        "path", "pause_s", "pid", "port", "reason", "region", "replica", "request", "requests",
+        "requests_lost", "scope", "signal", "status", "step", "subject", "tenant_class", "url",
+        "version", "why", "workflow", "workflows_expired",
     }
 )  # fmt: skip
 
@@ -32,7 +35,7 @@ _DSN_PASSWORD = re.compile(r"(://[^:/@\s]*:)[^@\s]+@")
 Field = str | int | float | bool | None
 
 
-class UnknownFieldError(Exception):
+class UnknownFieldError(HeadwayError):
     """A log call names a field that is not on the closed list."""
 
 
@@ -59,6 +62,16 @@ class EventLog:
         """Something that another library has said, in its own words."""
         self._write(name, level, redact(message)[:MESSAGE_CHARS_MAX], {})
 
+    def record(self, record: logging.LogRecord, trace: str | None) -> None:
+        """An event of ours that came through the standard library: its message is its name.
+
+        Fields are given as `extra={"fields": {...}}`; one that is not on the list is left out.
+        """
+        given = getattr(record, "fields", {})
+        fields = {name: value for name, value in given.items() if name in FIELDS}
+        message = None if trace is None else redact(trace)[:MESSAGE_CHARS_MAX]
+        self._write(record.getMessage(), record.levelname.lower(), message, fields)
+
     def _write(self, name: str, level: str, message: str | None, fields: dict[str, Field]) -> None:
         line: dict[str, Field] = {"at": _instant(), "level": level, "event": name, **self._fixed}
         for key, value in fields.items():
@@ -77,9 +90,13 @@ class _Handler(logging.Handler):
         self._formatter = logging.Formatter()
 
     def emit(self, record: logging.LogRecord) -> None:
+        trace = self._formatter.formatException(record.exc_info) if record.exc_info else None
+        if hasattr(record, "fields") or record.name.startswith("controlplane."):
+            self._events.record(record, trace)
+            return
         message = record.getMessage()
-        if record.exc_info:
-            message += "\n" + self._formatter.formatException(record.exc_info)
+        if trace is not None:
+            message += "\n" + trace
         self._events.message(record.name, record.levelname.lower(), message)
 
 

@@ -13,7 +13,7 @@ from nats.js import JetStreamContext
 
 from dataplane.agent import log
 from dataplane.agent.bus import AgentBus
-from dataplane.agent.disk import AgentDisk, CommandResult
+from dataplane.agent.disk import AgentDisk, CommandResult, DiskError
 from dataplane.agent.supervisor import Supervisor
 from dataplane.engines.base import EngineError
 from dataplane.protocol.messages import (
@@ -155,7 +155,7 @@ class CommandRunner:
         state, detail = CommandState.DONE, ""
         try:
             await self._run(command)
-        except EngineError as error:
+        except (EngineError, DiskError, OSError) as error:
             state, detail = CommandState.FAILED, str(error)
         result = CommandResult(command_id=command.command_id, state=state, detail=detail)
         self._remember(result)

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 
 from dataplane.agent import log
-from dataplane.agent.disk import AgentDisk, ProcessRecord
+from dataplane.agent.disk import AgentDisk, DiskError, ProcessRecord
 from dataplane.agent.probe import Probe
 from dataplane.agent.process import (
     EngineProcess,
@@ -101,6 +101,7 @@ class EngineKeeper:
             block_tokens=capacity.block_tokens if capacity else 0,
             context_tokens_max=capacity.context_tokens_max if capacity else 0,
             started_ms=self.started_ms,
+            speedup=float(self.spec.options.get("speedup", 1.0)),
         )
 
     @property
@@ -158,14 +159,18 @@ class EngineKeeper:
             await asyncio.sleep(READY_POLL_S)
 
     async def _keep(self) -> None:
-        process = await self._adopt()
+        process: EngineProcess | None = None
+        may_adopt = True
         while True:
             try:
+                if may_adopt:
+                    may_adopt = False
+                    process = await self._adopt()
                 if process is None:
                     process = self._launch()
                 await self._until_ready(process)
                 await self._watch(process)
-            except EngineError as error:
+            except (EngineError, DiskError, OSError) as error:
                 if not self._stopping.is_set():
                     self.detail = str(error)
                     log.warning("engine failed", engine=self.spec.engine_id, detail=self.detail)
@@ -185,10 +190,9 @@ class EngineKeeper:
                 await process.terminate(self._stop_grace_s)
             else:
                 await process.kill()
-        except EngineError as error:
+            self._disk.forget_process(self.spec.engine_id)
+        except (EngineError, OSError) as error:
             log.warning("engine not ended", engine=self.spec.engine_id, detail=str(error))
-            return
-        self._disk.forget_process(self.spec.engine_id)
 
     def _backoff_s(self) -> float:
         """Pause before the next start: doubles with each end in the window."""

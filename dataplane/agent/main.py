@@ -84,9 +84,12 @@ class Agent:
                 await self._say_bye()
                 for task in tasks:
                     task.cancel()
-        finally:
-            await self._supervisor.close()
-            log.info("agent stopped", node=self._settings.node_id)
+        except BaseException:
+            # A fault of the agent is none of the engines': the next agent adopts them.
+            await self._supervisor.leave()
+            raise
+        await self._supervisor.close()
+        log.info("agent stopped", node=self._settings.node_id)
 
     async def _hello(self) -> None:
         await self._bus.publish(

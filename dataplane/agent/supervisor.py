@@ -57,11 +57,15 @@ class Supervisor:
 
     async def close(self) -> None:
         """Stop all engines, or leave them to the next agent, as the settings say."""
-        keepers = list(self.keepers.values())
-        if self._settings.stops_engines:
-            await asyncio.gather(*(keeper.stop() for keeper in keepers))
-        else:
-            await asyncio.gather(*(keeper.detach() for keeper in keepers))
+        if not self._settings.stops_engines:
+            await self.leave()
+            return
+        await asyncio.gather(*(keeper.stop() for keeper in self.keepers.values()))
+        self._probe.close()
+
+    async def leave(self) -> None:
+        """Leave all engines running to the next agent."""
+        await asyncio.gather(*(keeper.detach() for keeper in self.keepers.values()))
         self._probe.close()
 
     async def load(self, spec: EngineSpec) -> None:

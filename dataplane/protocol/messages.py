@@ -41,7 +41,10 @@ class CommandState(StrEnum):
 
 
 class EngineFacts(msgspec.Struct, kw_only=True, frozen=True):
-    """An engine as its agent declares it. The host is the node's registered address, never from here."""
+    """An engine as its agent declares it. The host is the node's registered address, never from here.
+
+    `speedup` is how many times faster than its hardware a simulated engine runs; 1 for a real one.
+    """
 
     engine_id: str
     model: str
@@ -55,6 +58,7 @@ class EngineFacts(msgspec.Struct, kw_only=True, frozen=True):
     block_tokens: int
     context_tokens_max: int
     started_ms: int
+    speedup: float = 1.0
 
 
 class Hello(msgspec.Struct, kw_only=True, frozen=True):

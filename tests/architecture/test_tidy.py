@@ -89,3 +89,21 @@ def test_the_readme_draws_the_layers_that_the_linter_holds() -> None:
     assert [re.sub(r"[` ]", "", row) for row in drawn] == [
         layer.replace(" ", "") for layer in layers
     ]
+
+
+def test_every_field_that_is_logged_is_on_the_list() -> None:
+    from controlplane.telemetry.logging import FIELDS
+
+    logged: set[str] = set()
+    for path in (ROOT / "controlplane").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Dict):
+                continue
+            for key, value in zip(node.keys, node.values, strict=True):
+                if isinstance(key, ast.Constant) and key.value == "fields":
+                    assert isinstance(value, ast.Dict), f"{path}: fields must be written out"
+                    logged |= {
+                        str(name.value) for name in value.keys if isinstance(name, ast.Constant)
+                    }
+    assert logged, "nothing is logged with fields"
+    assert logged <= FIELDS

@@ -209,6 +209,21 @@ async def test_the_bus_may_come_late_and_go(tmp_path: Path) -> None:
         assert (await control.credits("r1", BIG)).holds["e1"] == (8, 16384)
 
 
+async def test_commands_come_again_after_the_bus_was_away(tmp_path: Path) -> None:
+    async with agent_world(tmp_path, simulated()) as (bus, control, agent):
+        await control.make_queue()
+        await agent.start()
+        await control.engine("e1", EngineState.SERVING)
+        before = len(control.heard)
+        await bus.kill()
+        await bus.start()
+        await control.engine("e1", EngineState.SERVING, since=before)
+        stop = Command(command_id="s", epoch=1, kind=CommandKind.STOP, engine_id="e1")
+        await control.command(stop)
+        assert (await control.outcome("s")).state is CommandState.DONE
+        assert (await control.engine("e1", EngineState.STOPPED)).model == "m"
+
+
 async def test_credits_are_lent_once(tmp_path: Path) -> None:
     async with agent_world(tmp_path, simulated()) as (_, control, agent):
         await agent.start()

@@ -32,8 +32,8 @@ terms = st.builds(
 waiting = st.integers(0, 8)
 
 
-def snapshot(fleet, cached, waiting_now, *, is_queued=False):
-    return Snapshot(tuple(fleet), cached, waiting_now, 8, is_queued)
+def snapshot(fleet, cached, waiting_now):
+    return Snapshot(tuple(fleet), cached, waiting_now, 8)
 
 
 @EXAMPLES
@@ -79,16 +79,6 @@ def test_every_answer_is_within_the_rules(request_, fleet, cached, terms_, waiti
             assert retry_after_ms is None or retry_after_ms > 0
             if reason in {Reason.FORBIDDEN_BY_POLICY, Reason.INSUFFICIENT_QUOTA}:
                 assert retry_after_ms is None
-
-
-@EXAMPLES
-@given(calls(), rows(), cached_tokens, terms, waiting)
-def test_who_waits_is_never_refused_for_want_of_room_in_the_queue(
-    request_, fleet, cached, terms_, waiting_now
-):
-    asked = snapshot(fleet, cached, waiting_now, is_queued=True)
-    outcome = decide(request_, asked, terms_, NOW_MS)
-    assert not (isinstance(outcome, Refuse) and outcome.reason is Reason.QUEUE_FULL)
 
 
 @EXAMPLES

@@ -64,3 +64,21 @@ def test_what_libraries_log_becomes_events() -> None:
     assert second["level"] == "error"
     assert "ValueError" in str(second["message"])
     assert "AAAA" not in stream.getvalue()
+
+
+def test_our_events_keep_their_fields_and_lose_those_off_the_list() -> None:
+    stream = io.StringIO()
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    try:
+        configure(EventLog(stream), "info")
+        logging.getLogger("controlplane.runtime.loops").warning(
+            "loop_waits", extra={"fields": {"loop": "reap", "why": KEY, "prompt": "secret"}}
+        )
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)
+    [line] = lines(stream)
+    assert (line["event"], line["level"], line["loop"]) == ("loop_waits", "warning", "reap")
+    assert "prompt" not in line
+    assert "AAAA" not in stream.getvalue()
