@@ -3,22 +3,24 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: setup demo test check fmt bench test-engine compile clean
+.PHONY: setup demo test check fmt compile bench test-engine clean
 
 setup: $(STAMP)
 
 $(STAMP): requirements.lock pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements.lock
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	@echo "installing what requirements.lock names into $(VENV)"
+	@$(PIP) --require-hashes -r requirements.lock
+	@$(PIP) --no-deps --no-build-isolation --editable .
 	@touch $@
 
 demo: setup
 	$(BIN)/headway demo
 
 test: check
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not engine"
 
 check: setup
 	$(BIN)/ruff format --check .
@@ -30,10 +32,16 @@ fmt: setup
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: setup
+# The decision core as C, where there is a compiler; the same files run uncompiled elsewhere.
+compile: setup
+	$(BIN)/python -m controlplane.scheduler.compile
+
+bench: compile
 	$(BIN)/python -m tests.benchmarks
 
+# A real vLLM in a virtual environment of its own; some minutes and 4 GB the first time.
 test-engine: setup
+	$(BIN)/python tests/engine/install_vllm.py
 	$(BIN)/python -m pytest -m engine tests/engine
 
 clean:

@@ -8,9 +8,6 @@ from controlplane.domain.ids import EngineId, ModelName, RequestId, TenantId, Wo
 # What a workflow without a budget of its own has left.
 UNLIMITED_MICRO_USD = 2**62 - 1
 
-# `workflow_remaining_micro_usd` of a call whose workflow has no budget of its own.
-UNLIMITED_MICRO_USD = 2**62
-
 
 @dataclass(frozen=True)  # no `slots`: the compiled core turns the fields into C members itself
 class Request:

@@ -6,9 +6,9 @@ for refusals and the sampled share, which are written to Postgres with their ful
 
 from collections import OrderedDict, deque
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 import xxhash
 
@@ -31,11 +31,10 @@ DECISIONS_KEPT = 20_000
 SAMPLE_ONE_IN = 32
 RECORDS_PENDING_MAX = 1_000
 # Full records worked out in one sweep; what is sampled beyond that is written without one.
-RECORDS_PER_SWEEP_MAX = 16
+RECORDS_PER_SWEEP_MAX = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Decided:
+class Decided(NamedTuple):
     """What a decision was made from: the request, the tick of the fleet, the cached prompt tokens."""
 
     request: Request

@@ -151,7 +151,7 @@ def _pair(
         axes=axes,
         cached_tokens=min(tokens, request.prompt_tokens),
         ttft_ms_predicted=first.ttft_ms + second.ttft_ms,
-        e2e_ms_predicted=first.ttft_ms + second.e2e_ms,
+        e2e_ms_predicted=first.ttft_ms + second.ttft_ms + second.decode_ms,
         cost_micro_usd=total,
         is_feasible=total < INFEASIBLE,
     )

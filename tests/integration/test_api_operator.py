@@ -42,27 +42,27 @@ async def ok(surfaces: Surfaces, method: str, path: str, body: object = None) ->
     return response.json()
 
 
-@pytest.mark.parametrize("path", LISTS)
-async def test_every_list_is_a_page_that_a_viewer_may_see(surfaces: Surfaces, path: str) -> None:
-    response = await surfaces.operate("GET", f"{path}?limit=1", role="viewer")
-    assert response.status_code == 200, response.text
-    page = response.json()
-    assert set(page) == {"object", "data", "next_cursor"}
-    assert len(page["data"]) <= 1
+async def test_every_list_is_a_page_that_a_viewer_may_see(surfaces: Surfaces) -> None:
+    for path in LISTS:
+        response = await surfaces.operate("GET", f"{path}?limit=1", role="viewer")
+        assert response.status_code == 200, (path, response.text)
+        page = response.json()
+        assert set(page) == {"object", "data", "next_cursor"}
+        assert len(page["data"]) <= 1
 
 
-@pytest.mark.parametrize("path", ["regions", "gpu-types", "models", "nodes", "tenants", "keys"])
-async def test_lists_are_whole_over_their_pages(surfaces: Surfaces, path: str) -> None:
-    whole = (await ok(surfaces, "GET", f"{path}?limit=500"))["data"]
-    assert whole
-    seen, cursor = [], ""
-    for _ in range(len(whole) + 1):
-        page = await ok(surfaces, "GET", f"{path}?limit=1{cursor}")
-        seen += page["data"]
-        if page["next_cursor"] is None:
-            break
-        cursor = f"&cursor={page['next_cursor']}"
-    assert seen == whole
+async def test_lists_are_whole_over_their_pages(surfaces: Surfaces) -> None:
+    for path in ("regions", "gpu-types", "models", "nodes", "tenants", "keys"):
+        whole = (await ok(surfaces, "GET", f"{path}?limit=500"))["data"]
+        assert whole, path
+        seen, cursor = [], ""
+        for _ in range(len(whole) + 1):
+            page = await ok(surfaces, "GET", f"{path}?limit=1{cursor}")
+            seen += page["data"]
+            if page["next_cursor"] is None:
+                break
+            cursor = f"&cursor={page['next_cursor']}"
+        assert seen == whole, path
 
 
 NEW_TENANT = {
@@ -70,39 +70,38 @@ NEW_TENANT = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("method", "path", "body", "role", "needed"),
-    [
-        ("POST", "tenants", NEW_TENANT, "operator", "admin"),
-        ("PATCH", "tenants/aurora", {"budget_usd": 1}, "viewer", "operator"),
-        ("POST", "keys", {"name": "x", "tenant_id": "aurora"}, "operator", "admin"),
-        ("DELETE", "keys/abcdefgh", None, "operator", "admin"),
-        ("POST", "cluster", {}, "operator", "admin"),
-        ("POST", "nodes/us-l40s/cordon", None, "viewer", "operator"),
-        ("POST", "nodes/us-l40s/uncordon", None, "viewer", "operator"),
-        ("POST", "nodes/us-l40s/drain", None, "viewer", "operator"),
-        ("POST", "engines/l40s-8b-a/stop", None, "viewer", "operator"),
-        ("POST", "engines/l40s-8b-a/drain", None, "viewer", "operator"),
-        ("POST", "engines/l40s-8b-a/unload", None, "viewer", "operator"),
-        (
-            "POST",
-            "engines/new/load",
-            {"node_id": "us-l40s", "kind": "simulated", "model": "llama-3.1-8b"},
-            "viewer",
-            "operator",
-        ),
-        ("POST", "workflows/wf-1/cancel", None, "viewer", "operator"),
-    ],
-)
-async def test_role_below_is_told_which_one_it_needs(
-    surfaces: Surfaces, method: str, path: str, body: object, role: str, needed: str
-) -> None:
-    response = await surfaces.operate(method, path, body, role)
-    assert response.status_code == 403, response.text
-    error = response.json()["error"]
-    assert error["code"] == "forbidden_by_policy"
-    assert f"`{needed}`" in error["message"]
-    assert f"`{role}`" in error["message"]
+# What is changed, and the least role that may: (method, path, body, a role below, the role needed).
+CHANGES = [
+    ("POST", "tenants", NEW_TENANT, "operator", "admin"),
+    ("PATCH", "tenants/aurora", {"budget_usd": 1}, "viewer", "operator"),
+    ("POST", "keys", {"name": "x", "tenant_id": "aurora"}, "operator", "admin"),
+    ("DELETE", "keys/abcdefgh", None, "operator", "admin"),
+    ("POST", "cluster", {}, "operator", "admin"),
+    ("POST", "nodes/us-l40s/cordon", None, "viewer", "operator"),
+    ("POST", "nodes/us-l40s/uncordon", None, "viewer", "operator"),
+    ("POST", "nodes/us-l40s/drain", None, "viewer", "operator"),
+    ("POST", "engines/l40s-8b-a/stop", None, "viewer", "operator"),
+    ("POST", "engines/l40s-8b-a/drain", None, "viewer", "operator"),
+    ("POST", "engines/l40s-8b-a/unload", None, "viewer", "operator"),
+    (
+        "POST",
+        "engines/new/load",
+        {"node_id": "us-l40s", "kind": "simulated", "model": "llama-3.1-8b"},
+        "viewer",
+        "operator",
+    ),
+    ("POST", "workflows/wf-1/cancel", None, "viewer", "operator"),
+]
+
+
+async def test_role_below_is_told_which_one_it_needs(surfaces: Surfaces) -> None:
+    for method, path, body, role, needed in CHANGES:
+        response = await surfaces.operate(method, path, body, role)
+        assert response.status_code == 403, (path, response.text)
+        error = response.json()["error"]
+        assert error["code"] == "forbidden_by_policy"
+        assert f"`{needed}`" in error["message"]
+        assert f"`{role}`" in error["message"]
 
 
 async def test_tenant_is_created_once(surfaces: Surfaces) -> None:
@@ -160,17 +159,14 @@ async def test_operator_key_has_its_role(surfaces: Surfaces) -> None:
     assert response.status_code == 403
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
+async def test_key_of_nobody_or_of_two_is_refused(surfaces: Surfaces) -> None:
+    for body in (
         {"name": "x"},
         {"name": "x", "tenant_id": "aurora", "operator_role": "viewer"},
         {"name": "x", "operator_role": "king"},
         {"name": "", "tenant_id": "aurora"},
-    ],
-)
-async def test_key_of_nobody_or_of_two_is_refused(surfaces: Surfaces, body: object) -> None:
-    assert (await surfaces.operate("POST", "keys", body)).status_code == 400
+    ):
+        assert (await surfaces.operate("POST", "keys", body)).status_code == 400, body
 
 
 async def test_key_of_an_unknown_tenant(surfaces: Surfaces) -> None:

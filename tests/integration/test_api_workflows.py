@@ -51,23 +51,18 @@ async def test_workflow_without_budget_has_none(surfaces: Surfaces) -> None:
     assert response.json()["budget_micro_usd"] is None
 
 
-@pytest.mark.parametrize(
-    ("method", "suffix", "body"),
-    [
+async def test_another_tenants_workflow_does_not_exist(surfaces: Surfaces) -> None:
+    workflow = await create(surfaces, "aurora")
+    path = f"/v1/workflows/{workflow['id']}"
+    for method, suffix, body in (
         ("GET", "", None),
         ("POST", "/cancel", None),
         ("POST", "/outcome", {"outcome": "success"}),
-    ],
-)
-async def test_another_tenants_workflow_does_not_exist(
-    surfaces: Surfaces, method: str, suffix: str, body: object
-) -> None:
-    workflow = await create(surfaces, "aurora")
-    path = f"/v1/workflows/{workflow['id']}{suffix}"
-    response = await surfaces.call(method, path, surfaces.tenants["cumulus"], body)
-    assert response.status_code == 404
-    assert response.json()["error"]["code"] == "workflow_not_found"
-    own = await surfaces.call("GET", f"/v1/workflows/{workflow['id']}", surfaces.tenants["aurora"])
+    ):
+        response = await surfaces.call(method, f"{path}{suffix}", surfaces.tenants["cumulus"], body)
+        assert response.status_code == 404
+        assert response.json()["error"]["code"] == "workflow_not_found"
+    own = await surfaces.call("GET", path, surfaces.tenants["aurora"])
     assert own.json()["state"] == "running"
 
 
@@ -129,29 +124,27 @@ async def test_list_has_own_workflows_newest_first_in_pages(surfaces: Surfaces) 
     assert seen == made[::-1]
 
 
-@pytest.mark.parametrize(
-    ("change", "place"),
-    [
-        ({"scope": "galaxy"}, "body.scope"),
-        ({"steps_expected": 0}, "body.steps_expected"),
-        ({"steps_expected": "4"}, "body.steps_expected"),
-        ({"deadline_s": -1}, "body.deadline_s"),
-        ({"budget_usd": 0}, "body.budget_usd"),
-        ({"kind": "a\u0000b"}, "body.kind"),
-        ({"color": "red"}, "body.color"),
-    ],
+NONSENSE: tuple[tuple[dict[str, object], str], ...] = (
+    ({"scope": "galaxy"}, "body.scope"),
+    ({"steps_expected": 0}, "body.steps_expected"),
+    ({"steps_expected": "4"}, "body.steps_expected"),
+    ({"deadline_s": -1}, "body.deadline_s"),
+    ({"budget_usd": 0}, "body.budget_usd"),
+    ({"kind": "a\u0000b"}, "body.kind"),
+    ({"color": "red"}, "body.color"),
 )
-async def test_nonsense_is_refused_in_the_envelope(
-    surfaces: Surfaces, change: dict[str, object], place: str
-) -> None:
-    response = await surfaces.call(
-        "POST", "/v1/workflows", surfaces.tenants["aurora"], {**NEW, **change}
-    )
-    assert response.status_code == 400
-    error = response.json()["error"]
-    assert set(error) == {"message", "type", "param", "code"}
-    assert error["code"] == "invalid_request"
-    assert place in error["message"]
+
+
+async def test_nonsense_is_refused_in_the_envelope(surfaces: Surfaces) -> None:
+    for change, place in NONSENSE:
+        response = await surfaces.call(
+            "POST", "/v1/workflows", surfaces.tenants["aurora"], {**NEW, **change}
+        )
+        assert response.status_code == 400, change
+        error = response.json()["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        assert error["code"] == "invalid_request"
+        assert place in error["message"]
 
 
 async def test_unknown_slo_class_lists_the_known_ones(surfaces: Surfaces) -> None:

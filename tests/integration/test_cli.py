@@ -74,11 +74,12 @@ async def test_lists_print_tables_that_fit_and_json_that_parses(world: World) ->
         ("engines", "list"), ("workflows", "list"), ("requests", "list"), ("commands", "list"),
         ("status",),
     ):  # fmt: skip
-        people = await world.headway(*command)
+        people, programs = await asyncio.gather(
+            world.headway(*command), world.headway(*command, "--json")
+        )
         assert (people.code, people.err) == (0, ""), command
         assert people.out
         assert max(len(line) for line in people.out.splitlines()) <= WIDTH, people.out
-        programs = await world.headway(*command, "--json")
         assert programs.code == 0, command
         assert isinstance(json.loads(programs.out), dict)
 
