@@ -16,11 +16,11 @@ $(STAMP): requirements.lock pyproject.toml
 	@$(PIP) --no-deps --no-build-isolation --editable .
 	@touch $@
 
-demo: setup
+demo: compile
 	$(BIN)/headway demo
 
 test: check
-	$(BIN)/python -m pytest -m "not engine"
+	$(BIN)/python -m pytest -m "not engine" -n 2 --dist loadfile
 
 check: setup
 	$(BIN)/ruff format --check .

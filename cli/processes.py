@@ -341,6 +341,15 @@ def check_port(port: int) -> None:
             ) from None
 
 
+def free_port(preferred: int) -> int:
+    """`preferred` when it can be bound, else one that the kernel finds."""
+    with contextlib.suppress(ConfigurationError):
+        check_port(preferred)
+        return preferred
+    with socket.create_server((HOST, 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
 def _holder(port: int) -> str:
     try:
         for connection in psutil.net_connections("tcp"):

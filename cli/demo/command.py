@@ -9,7 +9,7 @@ from cli.client import DATA_DIR
 from cli.failure import CommandFailure, ExitCode
 from cli.operator import DataDirOption, JsonOption, reported
 from cli.output import Output
-from cli.running import PORT_DEFAULT, ClusterOption, PortOption
+from cli.running import PORT_DEFAULT, ClusterOption
 
 SECONDS_DEFAULT = 30.0
 SEED_DEFAULT = 7
@@ -25,21 +25,26 @@ def demo(
     ] = SEED_DEFAULT,
     as_json: JsonOption = False,
     data_dir: DataDirOption = DATA_DIR,
-    port: PortOption = PORT_DEFAULT,
+    port: Annotated[
+        int | None,
+        typer.Option(
+            "--port", min=1, max=65535, help="Port of the API; any free one when left out."
+        ),
+    ] = None,
     cluster: ClusterOption = None,
 ) -> None:
     """Play a load of agent workflows on a local fleet, kill an engine, show what a task cost."""
     from cli.demo.report import print_report
     from cli.demo.run import run
     from cli.documents import read_cluster
-    from cli.processes import LocalCluster
+    from cli.processes import LocalCluster, free_port
 
     with reported():
         out = Output(is_json=as_json)
         console = Console(stderr=as_json, highlight=False)
         local = LocalCluster(
             data_dir=data_dir,
-            port=port,
+            port=free_port(PORT_DEFAULT) if port is None else port,
             cluster=read_cluster(cluster),
             on_event=lambda event: console.print(f"[dim]{event.text}[/]"),
         )

@@ -46,7 +46,8 @@ def print_report(console: Console, result: dict[str, Any]) -> None:
         mark = "[green]holds[/]" if holds else "[bold red]BROKEN[/]"
         console.print(f"{escape(name)} {mark}  {_INVARIANTS[name]}")
     console.print(
-        f"\n[dim]simulated engines at a speed-up of {result['speedup']:g}; seed {result['seed']}[/]"
+        f"\n[dim]Simulated engines at a speed-up of {result['speedup']:g}: times are of the wall"
+        f" clock, fleet dollars of the time that is simulated. Seed {result['seed']}.[/]"
     )
 
 

@@ -76,9 +76,7 @@ TenantDep = Annotated[Principal, Depends(tenant_of)]
 def operator_with(role: OperatorRole) -> Callable[..., Awaitable[Operator]]:
     """A dependency that lets operators of `role` and above pass."""
 
-    async def operator_of(
-        request: Request, services: ServicesDep, _: _OperatorScheme
-    ) -> Operator:
+    async def operator_of(request: Request, services: ServicesDep, _: _OperatorScheme) -> Operator:
         key = _bearer(request)
         found = None
         if keys.is_well_formed(key):

@@ -14,7 +14,7 @@ from controlplane.domain.fleet import EngineRow
 from controlplane.domain.ids import EngineId, ModelName, NodeId
 from controlplane.domain.outcome import FAULTS, AttemptOutcome
 from controlplane.domain.request import Request
-from controlplane.reliability.breaker import Breaker, State
+from controlplane.reliability.breaker import Breaker, State, may_eject
 from controlplane.runtime.call import Address
 from controlplane.scheduler.perf_model import engine_rates
 from controlplane.scheduler.prefix_index import PrefixIndex
@@ -333,6 +333,10 @@ class FleetState:
 
     def _update_suspicion(self, entry: EngineEntry, now_ms: float) -> None:
         is_suspect = not entry.breaker.allows(int(now_ms))
+        if is_suspect and not entry.row.is_suspect:
+            pool = self.rows_for(entry.row.model)
+            if not may_eject(sum(row.is_suspect for row in pool), len(pool)):
+                return
         if is_suspect != entry.row.is_suspect:
             self.ticks.before_change(entry.row)
             entry.row.is_suspect = is_suspect

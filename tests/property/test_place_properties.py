@@ -56,7 +56,9 @@ def a_row(random, index, role, twin):
             "kv_tokens_lent": random.randint(4, 14),
             "kv_tokens_taken": random.randint(0, 4),
             "credits_expire_ms": NOW_MS + mostly(random, 2, 1, 0),
-            "prefill_tokens_pending": random.choice([0, 0, 0, 2_000, 20_000]),
+            "prefill_tokens_pending": 0
+            if role is Role.PREFILL
+            else random.choice([0, 0, 2_000, 20_000]),
         }
     return engine_row(index, **fields), fields
 
@@ -94,7 +96,7 @@ def a_case(seed, roles=None):
     if roles is None:
         roles = random.choice([(Role.BOTH,), (Role.BOTH, Role.PREFILL, Role.DECODE), APART, APART])
     fleet, twin = [], None
-    for index in range(random.choice([4, 5, 6, 3, 2, 1, 0])):
+    for index in range(random.choice([5, 6] if roles is APART else [4, 5, 6, 3, 2, 1, 0])):
         row, twin = a_row(random, index, random.choice(roles), twin)
         fleet.append(row)
     cached = {random.randrange(6): random.randint(1, 6) for _ in range(random.randrange(4))}

@@ -1,4 +1,4 @@
-"""A whole Headway of small simulated engines, kept for the module, and what every fault must leave intact."""
+"""A whole Headway of small simulated engines, kept for the session, and what every fault must leave intact."""
 
 import asyncio
 import socket
@@ -55,17 +55,17 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def anyio_backend() -> str:
     return "asyncio"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def cluster_document() -> ClusterDocument:
     return parse_cluster(CLUSTER)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 async def cluster(
     anyio_backend: str, server_folder: Path, cluster_document: ClusterDocument
 ) -> AsyncIterator[LocalCluster]:
