@@ -20,7 +20,14 @@ def main() -> int:
     except ValidationError as error:
         for problem in error.errors():
             name = ".".join(str(part) for part in problem["loc"])
-            print(f"setting `{name}`: {problem['msg']}", file=sys.stderr)  # noqa: T201
+            variable = name if name.isupper() else f"HEADWAY_{name.upper()}"
+            words = problem["msg"].lower()
+            print(f"error: environment variable {variable}: {words}", file=sys.stderr)  # noqa: T201
+        print(  # noqa: T201
+            "hint: `headway up` brings stores of its own; for yours set DATABASE_URL, NATS_URL and"
+            " HEADWAY_PEPPER",
+            file=sys.stderr,
+        )
         return 2
     except ConfigurationError as error:
         print(str(error), file=sys.stderr)  # noqa: T201

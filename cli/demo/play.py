@@ -18,6 +18,8 @@ from cli.demo.load import WorkflowPlan, text
 CALL_S_MAX = 30.0
 WORKFLOWS_IN_FLIGHT_MAX = 16
 _STREAMED_SHARE = 0.75
+# An agent asks for a step again when its answer broke off.
+STEP_TRIES_MAX = 3
 _HTTP_CREATED = 201
 
 
@@ -34,6 +36,10 @@ class Tally:
     refused: int = 0
     in_flight: int = 0
     calls: int = 0
+    # A failed workflow's own result was wrong, or its calls did not come through.
+    failed_by_quality: int = 0
+    failed_by_calls: int = 0
+    steps_retried: int = 0
     calls_failed: Counter[str] = field(default_factory=Counter)
 
 
@@ -114,7 +120,7 @@ class Player:
             await asyncio.sleep(step.gap_s)
             messages.append({"role": "user", "content": text(random, step.prompt_tokens_new)})
             try:
-                answer = await self._call(
+                answer = await self._step(
                     plan,
                     workflow,
                     number,
@@ -123,16 +129,52 @@ class Player:
                     is_stream=random.random() < _STREAMED_SHARE,
                 )
             except openai.OpenAIError as error:
-                self.tally.calls_failed[_code(error)] += 1
                 await self._post(http, f"/v1/workflows/{workflow}/cancel", None)
-                is_refusal = isinstance(error, openai.APIStatusError) and number == 0
-                return "refused" if is_refusal else "failed"
+                if isinstance(error, openai.APIStatusError) and number == 0:
+                    return "refused"
+                self.tally.failed_by_calls += 1
+                return "failed"
             messages.append({"role": "assistant", "content": answer})
         outcome = "success" if plan.is_solved else "failure"
         is_taken = await self._post(
             http, f"/v1/workflows/{workflow}/outcome", {"outcome": outcome, "detail": plan.kind}
         )
-        return "succeeded" if plan.is_solved and is_taken else "failed"
+        if plan.is_solved and is_taken:
+            return "succeeded"
+        if plan.is_solved:
+            self.tally.failed_by_calls += 1
+        else:
+            self.tally.failed_by_quality += 1
+        return "failed"
+
+    async def _step(
+        self,
+        plan: WorkflowPlan,
+        workflow: str,
+        number: int,
+        messages: list[ChatCompletionMessageParam],
+        *,
+        completion_tokens: int,
+        is_stream: bool,
+    ) -> str:
+        """One step, asked for again when its stream broke: the SDK retries only what has no answer yet."""
+        tries = 0
+        while True:
+            try:
+                return await self._call(
+                    plan,
+                    workflow,
+                    number,
+                    messages,
+                    completion_tokens=completion_tokens,
+                    is_stream=is_stream,
+                )
+            except openai.OpenAIError as error:
+                self.tally.calls_failed[_code(error)] += 1
+                tries += 1
+                if isinstance(error, openai.APIStatusError) or tries >= STEP_TRIES_MAX:
+                    raise
+                self.tally.steps_retried += 1
 
     async def _create(self, http: httpx2.AsyncClient, plan: WorkflowPlan) -> str | None:
         response = await http.post(

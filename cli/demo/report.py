@@ -17,9 +17,11 @@ def print_report(console: Console, result: dict[str, Any]) -> None:
     rows = [
         ("workflows started", workflows["started"]),
         ("  succeeded", workflows["succeeded"]),
-        ("  failed", workflows["failed"]),
+        ("  failed: the agent's result was wrong", result["failed_by"]["quality"]),
+        ("  failed: its calls did not come through", result["failed_by"]["calls"]),
         ("  refused", workflows["refused"]),
         ("calls", result["calls"]),
+        ("  steps asked for again", result["steps_retried"]),
         ("cost per successful task", "-" if cpst is None else f"${cpst:.4f}"),
         ("  fleet, for the load's period", f"${result['fleet_usd']:.2f}"),
         ("settled with tenants", f"${result['settled_usd']:.4f}"),
@@ -47,7 +49,8 @@ def print_report(console: Console, result: dict[str, Any]) -> None:
         console.print(f"{escape(name)} {mark}  {_INVARIANTS[name]}")
     console.print(
         f"\n[dim]Simulated engines at a speed-up of {result['speedup']:g}: times are of the wall"
-        f" clock, fleet dollars of the time that is simulated. Seed {result['seed']}.[/]"
+        f" clock, fleet dollars of the time that is simulated. Whether an agent's result is right"
+        f" is drawn at published success rates. Seed {result['seed']}.[/]"
     )
 
 

@@ -35,6 +35,9 @@ WORKFLOWS_PER_S = 2.5
 # Arrivals end here, so that most workflows end inside the load period.
 ARRIVAL_WINDOW_RATIO = 0.75
 KILL_AT_RATIO = 0.5
+# How long to wait for an engine that has calls to lose.
+KILL_S_MAX = 3.0
+KILL_PROBE_PAUSE_S = 0.02
 WORKFLOW_BUDGET_USD = 0.25
 FINISH_S_MAX = 45.0
 SETTLE_S_MAX = 20.0
@@ -105,7 +108,7 @@ async def _play(local: LocalCluster, console: Console, seconds: float, seed: int
             while not load.done() and time.monotonic() - start < seconds + FINISH_S_MAX:
                 elapsed = time.monotonic() - start
                 if not killed and elapsed > seconds * KILL_AT_RATIO:
-                    killed = _kill_an_engine(local)
+                    killed = await _kill_an_engine(local)
                     progress.console.print(f"[bold yellow]killed engine {killed} (SIGKILL)[/]")
                 tally = player.tally
                 progress.update(
@@ -169,21 +172,25 @@ def _speedup(local: LocalCluster) -> float:
     return found.pop()
 
 
-def _kill_an_engine(local: LocalCluster) -> str:
-    """Kills one engine of the small model; which one is the same in every run."""
+async def _kill_an_engine(local: LocalCluster) -> str:
+    """Kills the engine of the small model that has the most calls, as soon as one has any."""
     small = _models(local)["small"]
-    candidates = sorted(
-        engine.engine_id
-        for node in local.cluster.nodes
-        for engine in node.engines
-        if engine.model == small
-    )
     pids = local.engine_pids()
-    for engine in candidates:
-        if engine in pids:
-            os.kill(pids[engine], signal.SIGKILL)
-            return engine
-    raise ConfigurationError(f"no engine of {small} is running that could be killed")
+    deadline = time.monotonic() + KILL_S_MAX
+    async with _operator(local) as api:
+        while True:
+            rows = (await _get(api, "engines", limit=500))["data"]
+            busiest = max(
+                (row for row in rows if row["model"] == small and row["id"] in pids),
+                key=lambda row: (row["seats_taken"], row["id"]),
+                default=None,
+            )
+            if busiest is None:
+                raise ConfigurationError(f"no engine of {small} is running that could be killed")
+            if busiest["seats_taken"] or time.monotonic() > deadline:
+                os.kill(pids[busiest["id"]], signal.SIGKILL)
+                return str(busiest["id"])
+            await asyncio.sleep(KILL_PROBE_PAUSE_S)
 
 
 @asynccontextmanager
@@ -251,6 +258,8 @@ async def _result(
         "workflow_states": summary.workflows,
         "calls": tally.calls,
         "calls_failed": dict(tally.calls_failed),
+        "steps_retried": tally.steps_retried,
+        "failed_by": {"quality": tally.failed_by_quality, "calls": tally.failed_by_calls},
         "requests": summary.requests,
         "cpst_usd": cost_per_success_usd(usd_per_hour, played.wall_s, speedup, tally.succeeded),
         "fleet_usd": usd_per_hour * played.wall_s * speedup / SECONDS_PER_HOUR,
