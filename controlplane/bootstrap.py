@@ -30,6 +30,7 @@ from controlplane.runtime.credits import CreditKeeper
 from controlplane.runtime.decision_log import DecisionLog
 from controlplane.runtime.estimates import Estimates
 from controlplane.runtime.fleet_state import FleetState
+from controlplane.runtime.intake import Intake
 from controlplane.runtime.loops import Leadership, Loops
 from controlplane.runtime.principals import Principals
 from controlplane.runtime.queue_pump import QueuePump
@@ -117,15 +118,24 @@ async def running_replica(settings: Settings) -> AsyncIterator[Replica]:
             bytes_max=settings.queue_bytes_max,
             wait_ms_max=settings.queue_wait_ms_max,
         )
+        workflows, estimates = WorkflowStates(engine), Estimates()
+        intake = Intake(
+            replica_id=replica_id,
+            fleet=fleet,
+            workflows=workflows,
+            estimates=estimates,
+            bundle=bundle,
+        )
         gate = Gate(
             replica_id=replica_id,
             fleet=fleet,
             accounts=accounts,
             principals=principals,
-            workflows=WorkflowStates(engine),
+            workflows=workflows,
+            intake=intake,
             journal=journal,
             decisions=decisions,
-            estimates=Estimates(),
+            estimates=estimates,
             pump=pump,
             bundle=bundle,
             observer=GateObserver(metrics),

@@ -8,33 +8,30 @@ again all the same.
 import logging
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Protocol
 
-import xxhash
-
 from controlplane.admission.decide import decide
 from controlplane.admission.snapshot import Snapshot
-from controlplane.domain.catalog import Model, Principal, Scope, SloClass
+from controlplane.domain.catalog import Model, Principal, Scope
 from controlplane.domain.decision import Admit, Decision, Placement, Queue, Reason, Refuse
 from controlplane.domain.errors import StateUnavailable
 from controlplane.domain.fleet import EngineRow
-from controlplane.domain.ids import ModelName, RequestId, SloClassName, WorkflowId
+from controlplane.domain.ids import ModelName
 from controlplane.domain.outcome import AttemptOutcome, RequestState, Usage
-from controlplane.domain.request import UNLIMITED_MICRO_USD, Request
+from controlplane.domain.request import Request
 from controlplane.reliability.retry_budget import RetryBudget
 from controlplane.runtime.accounts import Accounts
-from controlplane.runtime.call import Call, Ticket, monotonic_ms, wall_ms
+from controlplane.runtime.call import Call, Ticket, monotonic_ms
 from controlplane.runtime.decision_log import DecisionLog
 from controlplane.runtime.estimates import Estimates
 from controlplane.runtime.fleet_state import FleetState
+from controlplane.runtime.intake import Intake, Prepared
 from controlplane.runtime.principals import Principals
 from controlplane.runtime.queue_pump import QueuePump
 from controlplane.runtime.workflow_state import WorkflowEntry, WorkflowStates
 from controlplane.scheduler.place import still_fits
-from controlplane.scheduler.prefix_index import chain
-from controlplane.store.budgets import tenant_budget_id
 from controlplane.store.journal import AttemptRow, Journal, OpenedRow, SettledRow
 from policies.evaluate import Terms, terms_for
 from policies.load import Bundle
@@ -42,8 +39,7 @@ from policies.load import Bundle
 log = logging.getLogger(__name__)
 
 RETRIES_MAX = 2
-TERMS_KEPT = 10_000
-SESSIONS_KEPT = 50_000
+RETRY_BUDGETS_KEPT = 10_000
 MONEY_RETRY_MS = 1_000
 
 
@@ -59,16 +55,6 @@ class Observer(Protocol):
     def retried(self, *, is_allowed: bool) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class _Rights:
-    """Terms of a (tenant, model, scope), with the masks and SLO class they come to in this catalogue."""
-
-    terms: Terms
-    slo: SloClass
-    regions: int
-    gpu_types: int
-
-
 class Gate:
     """One replica's door. Every method but `authenticate` and `admit` is synchronous."""
 
@@ -80,6 +66,7 @@ class Gate:
         accounts: Accounts,
         principals: Principals,
         workflows: WorkflowStates,
+        intake: Intake,
         journal: Journal,
         decisions: DecisionLog,
         estimates: Estimates,
@@ -94,15 +81,12 @@ class Gate:
         self.workflows = workflows
         self.decisions = decisions
         self.pump = pump
-        self.estimates = estimates
+        self._intake = intake
+        self._estimates = estimates
         self._journal = journal
         self._bundle = bundle
         self._observer = observer
-        self._rights: OrderedDict[tuple[str, str, str], _Rights] = OrderedDict()
-        self._rights_catalog = -1
         self._retry_budgets: OrderedDict[tuple[str, str], RetryBudget] = OrderedDict()
-        self._session_homes: OrderedDict[tuple[str, str], EngineRow] = OrderedDict()
-        self._calls = 0
         self.in_flight: dict[str, Ticket] = {}
         self.is_draining = False
         pump.place = self._place_waiting
@@ -147,33 +131,34 @@ class Gate:
                 Reason.STATE_UNAVAILABLE, "state can not be written at present; try again", 2_000
             )
         try:
-            prepared = await self._prepare(call)
+            prepared = await self._intake.prepare(call)
             if isinstance(prepared, Refuse):
                 return prepared
-            ticket, rights, entry = prepared
-            refusal = await self._reserve_money(ticket, entry)
+            if prepared.refuse is not None:
+                return self._refuse(prepared.ticket, prepared.refuse)
+            refusal = await self._reserve_money(prepared)
         except StateUnavailable:
             return Refuse(
                 Reason.STATE_UNAVAILABLE, "state can not be read at present; try again", 2_000
             )
         if refusal is not None:
             return refusal
-        return await self._decide_or_wait(ticket, rights, entry)
+        return await self._decide_or_wait(prepared)
 
-    async def _decide_or_wait(
-        self, ticket: Ticket, rights: _Rights, entry: WorkflowEntry | None
-    ) -> Ticket | Refuse:
+    async def _decide_or_wait(self, prepared: Prepared) -> Ticket | Refuse:
         """From here on money is held: every way out gives it back or hands it to the ticket."""
+        ticket, terms, entry = prepared.ticket, prepared.terms, prepared.workflow
+        ticket.terms = terms
         self._note_request(ticket)
         try:
             if self.pump.is_waiting_for(ticket.request.model):
                 outcome: Placement | Queue | Refuse = Queue(Reason.NO_CAPACITY)
             else:
-                outcome = self._decide_and_commit(ticket, rights.terms, self.pump.waiting)
+                outcome = self._decide_and_commit(ticket, terms, self.pump.waiting)
             if isinstance(outcome, Queue):
                 self._open(ticket, entry)
                 queued_ms = monotonic_ms()
-                outcome = await self.pump.wait(ticket, rights.terms, outcome.reason)
+                outcome = await self.pump.wait(ticket, terms, outcome.reason)
                 ticket.queue_ms = monotonic_ms() - queued_ms
         except BaseException:
             # The client went away while the call waited.
@@ -292,9 +277,8 @@ class Gate:
         self._release(ticket)
         ticket.attempt += 1
         cached = self._cached(ticket.request)
-        rights = self._rights_of(ticket.call, ticket.request.scope)
         snapshot = Snapshot(rows=rows, cached=cached, waiting=0, waiting_max=0)
-        decision = decide(ticket.request, snapshot, rights.terms, int(now_ms))
+        decision = decide(ticket.request, snapshot, ticket.terms, int(now_ms))
         self._record(ticket, cached, decision, int(now_ms))
         is_placed = isinstance(decision, Admit) and still_fits(
             ticket.request, decision.placement, int(now_ms)
@@ -354,150 +338,20 @@ class Gate:
             completion=usage.completion_tokens,
         )
         if state is RequestState.SUCCEEDED and not usage.is_estimated:
-            self.estimates.learn(ticket.request, ticket.call, usage)
+            self._estimates.learn(ticket.request, ticket.call, usage)
         self._close(ticket, state, reason, usage, cost, ttft_ms, tpot_ms, e2e_ms)
         self.pump.offer()
 
     def refused(self, call: Call | None, refuse: Refuse) -> str:
         """Count a refusal; the id under which it can be explained."""
         self._observer.refused(call, refuse)
-        return refuse.decision or self._new_id()
+        return refuse.decision or self._intake.new_id()
 
     # ------------------------------------------------------------ inside
 
-    async def _prepare(self, call: Call) -> tuple[Ticket, _Rights, WorkflowEntry | None] | Refuse:
-        tenant = call.principal.tenant
-        model = self.fleet.catalog.models.get(ModelName(call.model))
-        if model is None:
-            return Refuse(
-                Reason.MODEL_NOT_FOUND,
-                f"the model `{call.model[:100]}` does not exist; GET /v1/models lists what does",
-            )
-        entry: WorkflowEntry | None = None
-        if call.workflow is not None:
-            entry = self.workflows.recall(call.workflow, tenant.id)
-            if entry is None:
-                entry = await self.workflows.find(call.workflow, tenant.id)
-            if entry is None:
-                return Refuse(
-                    Reason.WORKFLOW_NOT_FOUND,
-                    f"the workflow `{call.workflow[:64]}` does not exist;"
-                    " POST /v1/workflows creates one",
-                )
-            if not self.workflows.is_running(entry):
-                return Refuse(
-                    Reason.WORKFLOW_ENDED,
-                    f"the workflow `{entry.record.id}` is {entry.record.state}; create another one",
-                )
-        scope = Scope.CHAT if entry is None else entry.record.scope
-        rights = self._rights_of(call, scope)
-        ticket = self._make_ticket(call, model, rights, entry)
-        if not rights.terms.is_allowed:
-            return self._refuse(
-                ticket,
-                Refuse(
-                    Reason.FORBIDDEN_BY_POLICY,
-                    f"the rule `{rights.terms.denied_by}` does not allow `{model.name}` to this tenant",
-                ),
-            )
-        request = ticket.request
-        if request.prompt_tokens + 1 > model.context_tokens_max:
-            return self._refuse(
-                ticket,
-                Refuse(
-                    Reason.CONTEXT_LENGTH_EXCEEDED,
-                    f"the prompt has about {request.prompt_tokens} tokens;"
-                    f" `{model.name}` takes {model.context_tokens_max}",
-                ),
-            )
-        return ticket, rights, entry
-
-    def _make_ticket(
-        self, call: Call, model: Model, rights: _Rights, entry: WorkflowEntry | None
-    ) -> Ticket:
-        tenant = call.principal.tenant
-        terms, slo = rights.terms, rights.slo
-        received_ms = call.received_ms
-        prompt_tokens = self.estimates.prompt_tokens(model.name, call.prompt_bytes)
-        room = max(1, model.context_tokens_max - prompt_tokens)
-        asked = call.completion_tokens_max or terms.completion_tokens_default
-        completion_max = max(1, min(asked, terms.completion_tokens_max, room))
-        expected = self.estimates.completion_tokens(
-            tenant.id, model.name, completion_max, call.completion_tokens_hint
-        )
-        salt = xxhash.xxh3_64_intdigest(
-            f"{tenant.cache_salt}\0{model.name}".encode(), call.tools_digest
-        )
-        digests, boundaries = chain(call.prefix_bytes, salt)
-        ratio = prompt_tokens / max(1, call.prompt_bytes)
-        deadline_ms = received_ms + (
-            slo.e2e_ms_max if call.deadline_ms is None else call.deadline_ms
-        )
-        home, step, steps, workflow_deadline_ms = self._session_home(call), 0, 1, deadline_ms
-        spent = in_flight = gap_ms = 0
-        remaining = UNLIMITED_MICRO_USD
-        workflow: WorkflowId | None = None
-        if entry is not None:
-            record = entry.record
-            workflow = record.id
-            home = self._row_of(entry.home) or home
-            step = entry.step_last + 1 if call.step is None else call.step
-            steps = record.steps_expected
-            workflow_deadline_ms = entry.deadline_ms
-            deadline_ms = min(deadline_ms, workflow_deadline_ms)
-            spent = record.spent_micro_usd + entry.spent_here_micro_usd
-            in_flight = entry.calls_in_flight
-            gap_ms = terms.step_gap_ms if step + 1 < steps else 0
-            if record.budget_limit_micro_usd is not None:
-                remaining = max(0, record.budget_limit_micro_usd - spent)
-        request = Request(
-            id=RequestId(self._new_id()),
-            tenant=tenant.id,
-            model=model.name,
-            arrival_ms=int(received_ms),
-            prompt_tokens=prompt_tokens,
-            completion_tokens_max=completion_max * call.n,
-            completion_tokens_expected=expected * call.n,
-            prefix=digests,
-            prefix_tokens=tuple(int(boundary * ratio) for boundary in boundaries),
-            regions=rights.regions,
-            gpu_types=rights.gpu_types,
-            weight=terms.weight,
-            ttft_ms_max=slo.ttft_ms_max,
-            tpot_ms_max=slo.tpot_ms_max,
-            deadline_ms=int(deadline_ms),
-            value_micro_usd=slo.value_micro_usd,
-            late_micro_usd_per_s=slo.late_micro_usd_per_s,
-            scope=Scope.CHAT if entry is None else entry.record.scope,
-            workflow=workflow,
-            step=step,
-            steps_expected=steps,
-            workflow_deadline_ms=int(workflow_deadline_ms),
-            workflow_spent_micro_usd=spent,
-            workflow_remaining_micro_usd=remaining,
-            calls_in_flight=in_flight,
-            fan_out_max=terms.fan_out_max,
-            step_gap_ms=gap_ms,
-            home=None if home is None else home.engine_id,
-            is_single_engine=call.is_single_engine or not terms.may_disaggregate,
-        )
-        cost = model.cost_micro_usd(
-            prompt=prompt_tokens, cached=0, completion=request.completion_tokens_max
-        )
-        return Ticket(
-            call=call,
-            request=request,
-            model=model,
-            completion_tokens_max=completion_max,
-            cache_salt=tenant.cache_salt,
-            reserved_micro_usd=max(1, int(cost * terms.reserve_ratio)),
-            tenant_budget=tenant_budget_id(tenant.id),
-            workflow_budget=None if entry is None else entry.record.budget_id,
-            opened_at_s=wall_ms() / 1000.0,
-        )
-
-    async def _reserve_money(self, ticket: Ticket, entry: WorkflowEntry | None) -> Refuse | None:
+    async def _reserve_money(self, prepared: Prepared) -> Refuse | None:
         """Hold the estimated cost in the tenant's account and, when it has one, in the workflow's."""
+        ticket, entry = prepared.ticket, prepared.workflow
         amount = ticket.reserved_micro_usd
         accounts = self.accounts
         if not accounts.reserve(ticket.tenant_budget, amount) and not (
@@ -595,7 +449,7 @@ class Gate:
                 if state is RequestState.SUCCEEDED:
                     entry.home = ticket.placement.decode.engine_id
         elif ticket.call.session is not None and state is RequestState.SUCCEEDED:
-            self._remember_session(ticket)
+            self._intake.remember_home(ticket)
         self._journal.settled(
             SettledRow(
                 id=ticket.id,
@@ -650,27 +504,6 @@ class Gate:
             if depth
         }
 
-    def _rights_of(self, call: Call, scope: Scope) -> _Rights:
-        catalog = self.fleet.catalog
-        if catalog.revision != self._rights_catalog:
-            self._rights.clear()
-            self._rights_catalog = catalog.revision
-        tenant = call.principal.tenant
-        key = (tenant.id + "\0" + tenant.tenant_class + "\0" + tenant.slo_class, call.model, scope)
-        rights = self._rights.get(key)
-        if rights is None:
-            terms = terms_for(self._bundle, tenant, ModelName(call.model), scope)
-            slo = catalog.slo_classes.get(SloClassName(terms.slo_class or tenant.slo_class))
-            rights = self._rights[key] = _Rights(
-                terms=terms,
-                slo=slo or catalog.slo_classes[tenant.slo_class],
-                regions=self.fleet.region_mask(terms.region_names),
-                gpu_types=self.fleet.gpu_mask(terms.gpu_type_names),
-            )
-            if len(self._rights) > TERMS_KEPT:
-                self._rights.popitem(last=False)
-        return rights
-
     def _note_request(self, ticket: Ticket) -> None:
         budget = self._retry_budget(ticket)
         now_ms = int(monotonic_ms())
@@ -684,33 +517,9 @@ class Gate:
         budget = self._retry_budgets.get(key)
         if budget is None:
             budget = self._retry_budgets[key] = RetryBudget()
-            if len(self._retry_budgets) > TERMS_KEPT:
+            if len(self._retry_budgets) > RETRY_BUDGETS_KEPT:
                 self._retry_budgets.popitem(last=False)
         return budget
-
-    def _row_of(self, engine_id: str | None) -> EngineRow | None:
-        if engine_id is None:
-            return None
-        return self.fleet.row_of(engine_id)
-
-    def _session_home(self, call: Call) -> EngineRow | None:
-        if call.session is None:
-            return None
-        return self._session_homes.get((call.principal.tenant.id, call.session))
-
-    def _remember_session(self, ticket: Ticket) -> None:
-        session = ticket.call.session
-        if session is None:
-            return
-        key = (ticket.request.tenant, session)
-        self._session_homes[key] = ticket.placement.decode
-        self._session_homes.move_to_end(key)
-        if len(self._session_homes) > SESSIONS_KEPT:
-            self._session_homes.popitem(last=False)
-
-    def _new_id(self) -> str:
-        self._calls += 1
-        return f"req-{self.replica_id}-{self._calls:x}"
 
     def live_rows(self) -> Iterator[EngineRow]:
         for entry in self.fleet.entries():

@@ -7,6 +7,7 @@ from controlplane.domain.catalog import Model, Principal
 from controlplane.domain.decision import Placement
 from controlplane.domain.fleet import EngineRow
 from controlplane.domain.request import Request
+from policies.evaluate import Terms
 
 Address = tuple[str, int]
 
@@ -63,11 +64,13 @@ class Ticket:
         "attempt", "attempts_failed", "cache_salt", "call", "completion_tokens_max", "decided_ms",
         "decisions", "decode_url", "id",
         "is_first_token_seen", "is_holding_decode", "is_holding_prefill", "is_settled", "model", "opened_at_s",
-        "placement", "prefill_url", "queue_ms", "request", "reserved_micro_usd", "tenant_budget", "workflow_budget",
+        "placement", "prefill_url", "queue_ms", "request", "reserved_micro_usd", "tenant_budget", "terms",
+        "workflow_budget",
     )  # fmt: skip
 
     # Set by the gate before it hands the ticket out.
     placement: Placement
+    terms: Terms
 
     def __init__(
         self,

@@ -67,6 +67,7 @@ class FleetState:
         self._catalog: Catalog | None = None
         self._by_model: dict[ModelName, tuple[EngineRow, ...]] = {}
         self._by_index: dict[int, EngineEntry] = {}
+        self._by_id: dict[str, EngineEntry] = {}
         self._free_indexes: list[int] = []
         self._index_next = 0
         self._unknown_nodes: set[str] = set()
@@ -94,11 +95,8 @@ class FleetState:
         return self._by_index[row.index].address
 
     def row_of(self, engine_id: str) -> EngineRow | None:
-        for node in self.nodes.values():
-            entry = node.engines.get(EngineId(engine_id))
-            if entry is not None:
-                return entry.row
-        return None
+        entry = self._by_id.get(engine_id)
+        return None if entry is None else entry.row
 
     def entries(self) -> Iterator[EngineEntry]:
         for node in self.nodes.values():
@@ -374,6 +372,7 @@ class FleetState:
         entry = EngineEntry(row, facts, (declared.address, facts.port), Breaker())
         node.engines[row.engine_id] = entry
         self._by_index[index] = entry
+        self._by_id[row.engine_id] = entry
 
     def _drop(self, node: NodeEntry, entry: EngineEntry) -> None:
         row = entry.row
@@ -381,6 +380,8 @@ class FleetState:
         self._void_credits(row)
         del node.engines[row.engine_id]
         del self._by_index[row.index]
+        if self._by_id.get(row.engine_id) is entry:
+            del self._by_id[row.engine_id]
         self.prefixes.forget(row.index)
         self._free_indexes.append(row.index)
         self._changed()

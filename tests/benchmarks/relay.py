@@ -64,7 +64,7 @@ MALLOC = {
 def run() -> dict[str, float]:
     """Measure the gateway with a gate that only places round robin: its cost without decisions."""
     with tempfile.TemporaryDirectory() as folder, Bench(Path(folder)) as bench:
-        command = [sys.executable, "-m", "tests.benchmarks.gateway", "serve", *bench.engine_ports]
+        command = [sys.executable, "-m", "tests.benchmarks.relay", "serve", *bench.engine_ports]
         with bench.gateway(command) as (process, port):
             return bench.measure(process, port, "hw-tenant-test")
 
@@ -104,7 +104,7 @@ class Bench:
             command = (
                 [str(self.folder / "mockd"), port]
                 if self._source is not None
-                else [sys.executable, "-m", "tests.benchmarks.gateway", "engine", port]
+                else [sys.executable, "-m", "tests.benchmarks.relay", "engine", port]
             )
             self._engines.append(subprocess.Popen(command, cwd=ROOT))
         for port in self._ports:
@@ -143,7 +143,7 @@ class Bench:
                 cpu_us = (_cpu_s(process) - cpu_s) * 1e6
                 if load["errors"]:
                     raise RuntimeError(f"{scenario.name}: {load['errors']} errors: {load['error']}")
-                name = f"gateway_{scenario.name}"
+                name = f"relay_{scenario.name}"
                 found.setdefault(f"{name}_cpu_us", []).append(cpu_us / load["done"])
                 found.setdefault(f"{name}_rps", []).append(load["done"] / load["secs"])
                 found.setdefault(f"{name}_p50_us", []).append(load["p50"])
@@ -163,7 +163,7 @@ class Bench:
         body = str(self.folder / f"{scenario.body}.json")
         count = str(scenario.connections)
         if self._source is None:
-            command = [sys.executable, "-m", "tests.benchmarks.gateway", "load"]
+            command = [sys.executable, "-m", "tests.benchmarks.relay", "load"]
             command += [str(port), body, count, str(seconds), key]
         else:
             spread_ms = "1000" if scenario.itl_us else "0"

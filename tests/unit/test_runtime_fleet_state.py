@@ -1,0 +1,258 @@
+"""The live fleet: what agents say, what credits allow, what is taken and given back."""
+
+import pytest
+
+from controlplane.domain.catalog import Catalog, GpuType, Model, Node, Scope, SloClass
+from controlplane.domain.decision import Placement
+from controlplane.domain.fleet import fits
+from controlplane.domain.ids import (
+    GpuTypeName,
+    ModelName,
+    NodeId,
+    RegionName,
+    RequestId,
+    SloClassName,
+    TenantId,
+)
+from controlplane.domain.outcome import AttemptOutcome
+from controlplane.domain.request import UNLIMITED_MICRO_USD, Request
+from controlplane.runtime.fleet_state import FleetState
+from controlplane.scheduler.prefix_index import PrefixIndex
+from controlplane.scheduler.tick_log import TickLog
+from dataplane.protocol.messages import (
+    Beat,
+    Bye,
+    CreditGrant,
+    EngineFacts,
+    EngineState,
+    EngineTelemetry,
+    Hello,
+    Telemetry,
+)
+
+NOW = 1_000_000.0
+TTL_MS = 15_000
+
+
+def catalog(*, revision: int = 1, is_cordoned: bool = False, model: str = "small") -> Catalog:
+    return Catalog(
+        revision=revision,
+        regions=(RegionName("eu"), RegionName("us")),
+        gpu_types={
+            GpuTypeName("h100"): GpuType(
+                name=GpuTypeName("h100"), hbm_bytes=80 * 10**9, bandwidth_bytes_per_s=3.35e12,
+                flops_per_s=9.89e14, price_micro_usd_per_hour=3_250_000, price_source="test",
+                price_date="2026-11-01",
+            )
+        },
+        models={
+            ModelName(model): Model(
+                name=ModelName(model), parameters=8 * 10**9, layers=32, hidden_size=4096,
+                weights_bytes=16 * 10**9, kv_bytes_per_token=131_072, context_tokens_max=32_768,
+                load_ms=1_000, price_prompt_micro_usd_per_mtok=1, price_cached_micro_usd_per_mtok=1,
+                price_completion_micro_usd_per_mtok=1,
+            )
+        },
+        slo_classes={
+            SloClassName("s"): SloClass(
+                name=SloClassName("s"), ttft_ms_max=1, tpot_ms_max=1, e2e_ms_max=1,
+                value_micro_usd=1, late_micro_usd_per_s=1,
+            )
+        },
+        nodes={
+            NodeId("n1"): Node(
+                id=NodeId("n1"), region=RegionName("us"), gpu_type=GpuTypeName("h100"), gpus=2,
+                address="10.0.0.1", is_cordoned=is_cordoned,
+            )
+        },
+    )  # fmt: skip
+
+
+def facts(
+    engine: str = "e1", *, state: EngineState = EngineState.SERVING, started_ms: int = 1
+) -> EngineFacts:
+    return EngineFacts(
+        engine_id=engine, model="small", role="both", port=9000, kind="simulated", state=state,
+        gpus=1, seats=4, kv_tokens=10_000, block_tokens=16, context_tokens_max=32_768,
+        started_ms=started_ms,
+    )  # fmt: skip
+
+
+def hello(*engines: EngineFacts, epoch: int = 1) -> Hello:
+    return Hello(node_id="n1", agent_epoch=epoch, version="0", engines=list(engines))
+
+
+def grant(seats: int = 4, kv_tokens: int = 10_000, epoch: int = 1) -> CreditGrant:
+    return CreditGrant(
+        node_id="n1", agent_epoch=epoch, ttl_ms=TTL_MS, holds={"e1": (seats, kv_tokens)}
+    )
+
+
+def request(prompt_tokens: int = 1_000) -> Request:
+    return Request(
+        id=RequestId("r1"), tenant=TenantId("t"), model=ModelName("small"), arrival_ms=int(NOW),
+        prompt_tokens=prompt_tokens, completion_tokens_max=100, completion_tokens_expected=100,
+        prefix=(), prefix_tokens=(), regions=3, gpu_types=1, weight=1.0, ttft_ms_max=1,
+        tpot_ms_max=1, deadline_ms=int(NOW) + 60_000, value_micro_usd=1, late_micro_usd_per_s=1,
+        scope=Scope.CHAT, workflow=None, step=0, steps_expected=1,
+        workflow_deadline_ms=int(NOW) + 60_000, workflow_spent_micro_usd=0,
+        workflow_remaining_micro_usd=UNLIMITED_MICRO_USD, calls_in_flight=0, fan_out_max=1,
+        step_gap_ms=0, home=None, is_single_engine=False,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def fleet() -> FleetState:
+    state = FleetState(PrefixIndex(), TickLog())
+    state.use_catalog(catalog())
+    assert state.hello(hello(facts()), NOW)
+    return state
+
+
+def placement(fleet: FleetState, kv_tokens: int = 1_100) -> Placement:
+    [row] = fleet.rows_for(ModelName("small"))
+    return Placement(row, None, 0, kv_tokens, 10.0, 100.0, 1.0)
+
+
+def test_an_engine_is_dialled_at_its_nodes_address(fleet: FleetState) -> None:
+    [row] = fleet.rows_for(ModelName("small"))
+    assert fleet.address_of(row) == ("10.0.0.1", 9000)
+    assert (row.region_bit, row.gpu_bit) == (2, 1)
+
+
+def test_nothing_fits_before_credits_are_lent_nor_after_they_expire(fleet: FleetState) -> None:
+    [row] = fleet.rows_for(ModelName("small"))
+    assert not fits(row, 1, int(NOW))
+    assert fleet.granted(grant(), NOW)
+    assert fits(row, 10_000, int(NOW))
+    assert not fits(row, 10_001, int(NOW))
+    assert fits(row, 1, int(NOW) + TTL_MS - 1)
+    assert not fits(row, 1, int(NOW) + TTL_MS)
+
+
+def test_credits_of_an_agents_earlier_life_are_void(fleet: FleetState) -> None:
+    [row] = fleet.rows_for(ModelName("small"))
+    fleet.granted(grant(), NOW)
+    assert fleet.hello(hello(facts(), epoch=2), NOW)
+    assert not fits(row, 1, int(NOW))
+    assert not fleet.granted(grant(epoch=1), NOW)
+    assert not fits(row, 1, int(NOW))
+    assert not fleet.hello(hello(epoch=1), NOW), "an older hello changes nothing"
+    assert fleet.rows_for(ModelName("small"))
+    assert fleet.granted(grant(epoch=2), NOW)
+    assert fits(row, 1, int(NOW))
+
+
+def test_what_is_taken_is_given_back_once(fleet: FleetState) -> None:
+    fleet.granted(grant(seats=1), NOW)
+    here = placement(fleet)
+    fleet.take(request(), here)
+    assert not fits(here.decode, 1, int(NOW))
+    assert (here.decode.seats_taken, here.decode.kv_tokens_taken) == (1, 1_100)
+    assert here.decode.prefill_tokens_pending == 1_000
+    fleet.prefilled(request(), here)
+    fleet.release_decode(here)
+    assert fits(here.decode, 1, int(NOW))
+    assert (here.decode.seats_taken, here.decode.kv_tokens_taken) == (0, 0)
+    assert here.decode.prefill_tokens_pending == 0
+    with pytest.raises(RuntimeError, match="released twice"):
+        fleet.release_decode(here)
+
+
+def test_a_call_gives_back_to_the_row_that_it_took_from(fleet: FleetState) -> None:
+    """An engine that leaves and comes back is another row; the old one still ends at zero."""
+    fleet.granted(grant(), NOW)
+    here = placement(fleet)
+    fleet.take(request(), here)
+    fleet.hello(hello(), NOW)
+    fleet.hello(hello(facts(started_ms=2)), NOW)
+    [fresh] = fleet.rows_for(ModelName("small"))
+    assert fresh is not here.decode
+    assert fresh.seats_taken == 0
+    fleet.release_decode(here)
+    assert here.decode.seats_taken == 0
+    assert fresh.seats_taken == 0
+
+
+def test_beats_tell_who_must_introduce_itself_again(fleet: FleetState) -> None:
+    def beat(state: EngineState = EngineState.SERVING, epoch: int = 1, engine: str = "e1") -> Beat:
+        return Beat(node_id="n1", agent_epoch=epoch, engine_states={engine: state})
+
+    [row] = fleet.rows_for(ModelName("small"))
+    assert fleet.beat(beat(), NOW)
+    assert not fleet.beat(beat(epoch=2), NOW)
+    assert not fleet.beat(beat(engine="e2"), NOW)
+    assert row.is_accepting
+    assert not fleet.beat(beat(EngineState.DRAINING), NOW), "its state changed: a hello is due"
+    assert not row.is_accepting
+    assert not FleetState(PrefixIndex(), TickLog()).beat(beat(), NOW)
+
+
+def test_a_silent_node_gets_no_calls_until_it_is_heard(fleet: FleetState) -> None:
+    [row] = fleet.rows_for(ModelName("small"))
+    fleet.silence(NOW + 3_999, 4_000)
+    assert row.is_accepting
+    fleet.grace(NOW + 5_000)
+    fleet.silence(NOW + 8_000, 4_000)
+    assert row.is_accepting, "the bus was away: nobody could be heard"
+    fleet.silence(NOW + 9_001, 4_000)
+    assert not row.is_accepting
+    fleet.beat(Beat(node_id="n1", agent_epoch=1, engine_states={"e1": EngineState.SERVING}), NOW)
+    assert row.is_accepting
+
+
+def test_a_cordoned_node_accepts_nothing(fleet: FleetState) -> None:
+    [row] = fleet.rows_for(ModelName("small"))
+    fleet.use_catalog(catalog(revision=2, is_cordoned=True))
+    assert not row.is_accepting
+    fleet.beat(Beat(node_id="n1", agent_epoch=1, engine_states={"e1": EngineState.SERVING}), NOW)
+    assert not row.is_accepting
+    fleet.use_catalog(catalog(revision=3))
+    assert row.is_accepting
+
+
+def test_engines_of_unknown_nodes_and_models_are_no_candidates(fleet: FleetState) -> None:
+    stranger = Hello(node_id="n9", agent_epoch=1, version="0", engines=[facts("x")])
+    assert not fleet.hello(stranger, NOW)
+    fleet.use_catalog(catalog(revision=2, model="other"))
+    assert fleet.rows_for(ModelName("small")) == ()
+    fleet.bye(Bye(node_id="n1", agent_epoch=1))
+    assert not fleet.nodes
+
+
+def test_telemetry_of_another_life_is_not_taken(fleet: FleetState) -> None:
+    [row] = fleet.rows_for(ModelName("small"))
+
+    def report(epoch: int, running: int) -> Telemetry:
+        engine = EngineTelemetry(engine_id="e1", running=running, waiting=0, kv_used_ratio=0.5)
+        return Telemetry(node_id="n1", agent_epoch=epoch, engines=[engine])
+
+    fleet.telemetry(report(2, 9), NOW)
+    assert row.running == 0
+    fleet.telemetry(report(1, 3), NOW)
+    assert (row.running, row.kv_tokens_used) == (3, 5_000)
+
+
+def test_faults_eject_an_engine_but_never_more_than_half_of_a_pool(fleet: FleetState) -> None:
+    fleet.hello(hello(facts("e1"), facts("e2")), NOW)
+    rows = fleet.rows_for(ModelName("small"))
+    assert len(rows) == 2
+    for row in rows:
+        for _ in range(5):
+            fleet.attempted(row, AttemptOutcome.SERVER_ERROR, NOW)
+    assert sorted(row.is_suspect for row in rows) == [False, True]
+    suspect = next(row for row in rows if row.is_suspect)
+    fleet.look_again(NOW + 4_999)
+    assert suspect.is_suspect
+    fleet.look_again(NOW + 5_000)
+    assert not suspect.is_suspect, "its breaker lets probes through"
+
+
+def test_predictions_are_corrected_within_bounds(fleet: FleetState) -> None:
+    [row] = fleet.rows_for(ModelName("small"))
+    for _ in range(200):
+        fleet.first_token(row, 10.0 * row.ttft_correction, 1_000_000.0)
+    assert row.ttft_correction == 4.0
+    for _ in range(200):
+        fleet.first_token(row, 10.0 * row.ttft_correction, 0.0)
+    assert row.ttft_correction == 0.25
