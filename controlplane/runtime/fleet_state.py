@@ -396,6 +396,8 @@ class FleetState:
         self.ticks.before_change(row)
         for name in _DECLARED_FIELDS:
             setattr(row, name, getattr(fresh, name))
+        # An engine that is still starting does not know its capacity.
+        self.prefixes.set_capacity(row.index, row.kv_tokens_capacity)
         entry.address = (declared.address, entry.facts.port)
 
     def _make_row(self, declared: Node, facts: EngineFacts, index: int) -> EngineRow:

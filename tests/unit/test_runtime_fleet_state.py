@@ -1,5 +1,6 @@
 """The live fleet: what agents say, what credits allow, what is taken and given back."""
 
+import msgspec
 import pytest
 
 from controlplane.domain.catalog import Catalog, GpuType, Model, Node, Scope, SloClass
@@ -256,3 +257,18 @@ def test_predictions_are_corrected_within_bounds(fleet: FleetState) -> None:
     for _ in range(200):
         fleet.first_token(row, 10.0 * row.ttft_correction, 0.0)
     assert row.ttft_correction == 0.25
+
+
+def test_prefixes_are_remembered_once_a_starting_engine_tells_its_capacity() -> None:
+    prefixes = PrefixIndex()
+    fleet = FleetState(prefixes, TickLog())
+    fleet.use_catalog(catalog())
+    starting = msgspec.structs.replace(facts(state=EngineState.STARTING), seats=0, kv_tokens=0)
+    fleet.hello(hello(starting), NOW)
+    fleet.hello(hello(facts()), NOW)
+    [row] = fleet.rows_for(ModelName("small"))
+    prefixes.routed(row.index, (11, 22), 2_000)
+    prefixes.routed(row.index, (33, 44), 2_000)
+    assert prefixes.match((11, 22)) == {row.index: 2}
+    fleet.hello(hello(facts(started_ms=2)), NOW)
+    assert not prefixes.match((11, 22)), "a restarted engine has an empty cache"
