@@ -1,5 +1,6 @@
 """Whatever goes wrong, the body is the OpenAI envelope, and never one of the framework's own."""
 
+import re
 from collections.abc import AsyncIterator
 
 import httpx2
@@ -86,6 +87,37 @@ async def test_no_key_or_a_wrong_one(surfaces: Surfaces) -> None:
             response = await surfaces.client.get(path, headers=headers)
             assert_envelope(response, 401, "invalid_api_key")
             assert response.headers["x-should-retry"] == "false"
+
+
+async def test_no_operation_answers_without_a_key(surfaces: Surfaces) -> None:
+    """Walks the document, so that an operation that comes later is walked as well."""
+    document = (await surfaces.call("GET", "/openapi.json")).json()
+    walked = 0
+    for path, operations in document["paths"].items():
+        if not path.startswith(("/v1/", "/operator/")):
+            continue
+        target = re.sub(r"\{[^}]*\}", "something", path)
+        for method in operations:
+            response = await surfaces.client.request(method, target)
+            assert_envelope(response, 401, "invalid_api_key")
+            walked += 1
+    assert walked > 25
+
+
+async def test_viewers_may_change_nothing(surfaces: Surfaces) -> None:
+    document = (await surfaces.call("GET", "/openapi.json")).json()
+    walked = 0
+    for path, operations in document["paths"].items():
+        if not path.startswith("/operator/"):
+            continue
+        target = re.sub(r"\{[^}]*\}", "something", path)
+        for method in operations:
+            if method == "get":
+                continue
+            response = await surfaces.call(method.upper(), target, surfaces.operators["viewer"])
+            assert_envelope(response, 403, "forbidden_by_policy")
+            walked += 1
+    assert walked > 8
 
 
 async def test_keys_open_only_their_own_api(surfaces: Surfaces) -> None:

@@ -283,7 +283,8 @@ def kill_tree(pid: int) -> None:
     """The server and its backends: one that lives on for a moment could still take a flush."""
     server = psutil.Process(pid)
     for process in (*server.children(recursive=True), server):
-        process.kill()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 async def test_postgres_killed_in_mid_flush_and_started_again(folder: Path) -> None:

@@ -199,6 +199,33 @@ async def test_a_workflow_may_not_spend_more_than_its_budget(cluster: LocalClust
     await check_invariants(cluster)
 
 
+async def test_a_prompt_goes_where_its_beginning_is_cached(cluster: LocalCluster) -> None:
+    """Three equal engines and no workflow: only the prefix index tells them apart."""
+    begin = "the same long beginning " * 600
+    engines, cached = set(), 0
+    async with client_of(cluster, "acme") as client:
+        for number in range(6):
+            raw = await client.chat.completions.with_raw_response.create(
+                model="small",
+                messages=[{"role": "user", "content": f"{begin} and question {number}"}],
+                max_tokens=8,
+            )
+            engines.add(raw.headers["x-headway-engine"])
+            usage = raw.parse().usage
+            assert usage is not None
+            assert usage.prompt_tokens_details is not None
+            cached = usage.prompt_tokens_details.cached_tokens or 0
+        assert len(engines) == 1
+        assert cached > usage.prompt_tokens * 0.8
+    explained = await operator(
+        cluster, f"/operator/v1/requests/{raw.headers['x-headway-decision']}/explain"
+    )
+    predicted = {row["decode"]: row["cached_tokens"] for row in explained["candidates"]}  # type: ignore[attr-defined]
+    [engine] = engines
+    assert predicted.pop(engine) == pytest.approx(cached, rel=0.2)
+    assert set(predicted.values()) == {0}
+
+
 async def test_every_decision_can_be_explained(cluster: LocalCluster) -> None:
     async with client_of(cluster, "acme") as client:
         raw = await client.chat.completions.with_raw_response.create(
