@@ -163,7 +163,6 @@ _TEXT: Final = ord('"')
 EMPTY_BYTES_MAX: Final = 256
 _PARAM = re.compile(r" - at `\$\.?([A-Za-z_]*)[^`]*`$")
 _NULL: Final = b"null"
-_TRUE: Final = Raw(b"true")
 _FALSE: Final = Raw(b"false")
 _ONE: Final = Raw(b"1")
 _INCLUDE_USAGE: Final = Raw(b'{"include_usage":true}')

@@ -5,7 +5,6 @@ nothing awaits, so what fitted when it was decided still fits when it is taken, 
 again all the same.
 """
 
-import logging
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -36,11 +35,8 @@ from controlplane.store.journal import AttemptRow, Journal, OpenedRow, SettledRo
 from policies.evaluate import Terms, terms_for
 from policies.load import Bundle
 
-log = logging.getLogger(__name__)
-
 RETRIES_MAX = 2
 RETRY_BUDGETS_KEPT = 10_000
-MONEY_RETRY_MS = 1_000
 
 
 class Observer(Protocol):
