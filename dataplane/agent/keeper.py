@@ -301,7 +301,10 @@ class EngineKeeper:
         while not self._stopping.is_set():
             now_s = time.monotonic()
             silent_s = now_s - answered_s
-            limit_s = SILENT_S_FAILED if silent_s < SILENT_S_FAILED else SILENT_S_RESTART
+            # By the state and not by the time: a probe can give up a moment before the limit, and
+            # the failure is told before the long wait for a restart begins.
+            is_told = self.state is EngineState.FAILED
+            limit_s = SILENT_S_RESTART if is_told else SILENT_S_FAILED
             timeout_s = max(PROBE_S_MIN, limit_s - silent_s)
             try:
                 await self._scrape(timeout_s)
