@@ -6,7 +6,7 @@ import gc
 import logging
 import secrets
 import signal
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -181,9 +181,7 @@ async def running_replica(settings: Settings) -> AsyncIterator[Replica]:
             await keeper.run(pump.offer)
 
         writer = asyncio.create_task(journal.run())
-        tasks = [
-            asyncio.create_task(_run(loop)) for loop in (*loops.all(), sweeper.run(), converse())
-        ]
+        tasks = [asyncio.create_task(loop) for loop in (*loops.all(), sweeper.run(), converse())]
         gc.collect()
         gc.freeze()
         gc.set_threshold(*GC_THRESHOLDS)
@@ -215,10 +213,6 @@ def _tracing(
     tracing = Tracing(span_processor(), resource, settings.trace_sample_ratio)
     stack.callback(tracing.shutdown)
     return tracing
-
-
-async def _run(loop: Awaitable[None]) -> None:
-    await loop
 
 
 async def _end(tasks: list[asyncio.Task[None]]) -> None:

@@ -19,7 +19,7 @@ import psutil
 from controlplane.domain.errors import ConfigurationError
 from controlplane.embedded.lock import FolderLock
 from controlplane.embedded.process import (
-    end,
+    ChildHolder,
     end_orphans,
     kept_port,
     kept_secret,
@@ -88,19 +88,14 @@ def _password(data_dir: Path, name: str) -> str:
     return kept_secret(folder / name)
 
 
-class EmbeddedNats:
+class EmbeddedNats(ChildHolder):
     """One server in `data_dir`."""
 
     def __init__(self, data_dir: Path, users: list[NatsUser]) -> None:
         self._folder = data_dir.absolute()
         self._users = tuple(users)
         self._lock = FolderLock(self._folder)
-        self._process: asyncio.subprocess.Process | None = None
         self._url: str | None = None
-
-    @property
-    def pid(self) -> int | None:
-        return None if self._process is None else self._process.pid
 
     @property
     def log(self) -> Path:
@@ -109,15 +104,6 @@ class EmbeddedNats:
     @property
     def _config(self) -> Path:
         return self._folder / "nats.conf"
-
-    def is_alive(self) -> bool:
-        return self._process is not None and self._process.returncode is None
-
-    async def wait(self) -> int:
-        """The exit status, once the server has ended."""
-        if self._process is None:
-            raise RuntimeError("the server was never started")
-        return await self._process.wait()
 
     async def start(self) -> str:
         """Start the server and return its URL, without a user. Does nothing when it is running.
@@ -145,8 +131,7 @@ class EmbeddedNats:
         return self._url
 
     async def stop(self) -> None:
-        if self._process is not None:
-            await end(self._process, STOP_STEPS)
+        await self._end(STOP_STEPS)
         self._lock.release()
 
     async def reload(self, users: list[NatsUser]) -> None:

@@ -22,7 +22,7 @@ from controlplane.domain.errors import ConfigurationError
 from controlplane.embedded.account import Account, unprivileged_account
 from controlplane.embedded.lock import FolderLock
 from controlplane.embedded.process import (
-    end,
+    ChildHolder,
     end_orphans,
     kept_port,
     kept_secret,
@@ -61,32 +61,18 @@ STOP_STEPS = ((signal.SIGINT, 10.0), (signal.SIGQUIT, 5.0))
 LEADERLESS_STEPS = ((signal.SIGQUIT, 2.0),)
 
 
-class EmbeddedPostgres:
+class EmbeddedPostgres(ChildHolder):
     """One cluster in `data_dir`. `settings` override SETTINGS, as tests do to be fast."""
 
     def __init__(self, data_dir: Path, settings: dict[str, str] | None = None) -> None:
         self._folder = data_dir.absolute()
         self._settings = SETTINGS | (settings or {})
         self._lock = FolderLock(self._folder)
-        self._process: asyncio.subprocess.Process | None = None
         self._url: str | None = None
-
-    @property
-    def pid(self) -> int | None:
-        return None if self._process is None else self._process.pid
 
     @property
     def log(self) -> Path:
         return self._folder / "postgres.log"
-
-    def is_alive(self) -> bool:
-        return self._process is not None and self._process.returncode is None
-
-    async def wait(self) -> int:
-        """The exit status, once the server has ended."""
-        if self._process is None:
-            raise RuntimeError("the server was never started")
-        return await self._process.wait()
 
     async def start(self) -> str:
         """Start the server and return the URL of its database. Does nothing when it is running.
@@ -115,8 +101,7 @@ class EmbeddedPostgres:
         return self._url
 
     async def stop(self) -> None:
-        if self._process is not None:
-            await end(self._process, STOP_STEPS)
+        await self._end(STOP_STEPS)
         self._lock.release()
 
     async def _run(self, programs: Path, cluster: Path, account: Account | None) -> str:

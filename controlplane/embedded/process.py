@@ -183,3 +183,26 @@ def kept_secret(path: Path) -> str:
         secret = secrets.token_urlsafe(32)
         write_private(path, f"{secret}\n")
     return secret
+
+
+class ChildHolder:
+    """What everything that owns one child process can tell of it. `_process` is the latest one."""
+
+    _process: asyncio.subprocess.Process | None = None
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    def is_alive(self) -> bool:
+        return self._process is not None and self._process.returncode is None
+
+    async def wait(self) -> int:
+        """The exit status, once the process has ended. Raises RuntimeError when it never began."""
+        if self._process is None:
+            raise RuntimeError("the process was never started")
+        return await self._process.wait()
+
+    async def _end(self, steps: Sequence[tuple[signal.Signals, float]]) -> None:
+        if self._process is not None:
+            await end(self._process, steps)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from controlplane.domain.errors import HeadwayError
-from controlplane.embedded.process import end, spawn
+from controlplane.embedded.process import ChildHolder, spawn
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ class Child(Protocol):
     async def stop(self) -> None: ...
 
 
-class Program:
+class Program(ChildHolder):
     """A command as a child. It gets SIGTERM when its parent dies."""
 
     def __init__(
@@ -38,14 +38,6 @@ class Program:
         self._command = tuple(command)
         self._log = log
         self._environment = dict(environment or {})
-        self._process: asyncio.subprocess.Process | None = None
-
-    @property
-    def pid(self) -> int | None:
-        return None if self._process is None else self._process.pid
-
-    def is_alive(self) -> bool:
-        return self._process is not None and self._process.returncode is None
 
     async def start(self) -> int:
         """Start the command and return its process id."""
@@ -58,15 +50,8 @@ class Program:
         )
         return self._process.pid
 
-    async def wait(self) -> int:
-        """The exit status, once the command has ended."""
-        if self._process is None:
-            raise RuntimeError("the command was never started")
-        return await self._process.wait()
-
     async def stop(self) -> None:
-        if self._process is not None:
-            await end(self._process, STOP_STEPS)
+        await self._end(STOP_STEPS)
 
 
 async def keep_alive(

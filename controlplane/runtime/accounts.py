@@ -41,20 +41,15 @@ class Accounts:
         self._accounts: dict[str, Account] = {}
         self._tasks: set[asyncio.Task[int]] = set()
 
-    def reserve(self, budget_id: str, amount_micro_usd: int) -> bool:
-        """Take `amount_micro_usd` of the slice held here, or False when it is too small."""
-        account = self._accounts.get(budget_id)
-        if account is None:
-            return False
-        account.used_ms = monotonic_ms()
-        return account.slice.reserve(amount_micro_usd)
-
     async def reserve_refilling(self, budget_id: str, amount_micro_usd: int) -> bool:
         """Reserve, leasing more from Postgres while that helps. False: the budget is spent.
 
-        Raises StateUnavailable when Postgres can not be asked.
+        Awaits only when the slice held here is too small. Raises StateUnavailable when Postgres
+        can not be asked.
         """
-        account = self._accounts.setdefault(budget_id, Account(budget_id))
+        account = self._accounts.get(budget_id)
+        if account is None:
+            account = self._accounts[budget_id] = Account(budget_id)
         while True:
             account.used_ms = monotonic_ms()
             if account.slice.reserve(amount_micro_usd):

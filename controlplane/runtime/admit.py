@@ -32,7 +32,7 @@ from controlplane.runtime.queue_pump import QueuePump
 from controlplane.runtime.workflow_state import WorkflowEntry, WorkflowStates
 from controlplane.scheduler.place import still_fits
 from controlplane.store.journal import AttemptRow, Journal, OpenedRow, SettledRow
-from policies.evaluate import Terms, terms_for
+from policies.evaluate import terms_for
 from policies.load import Bundle
 
 RETRIES_MAX = 2
@@ -143,18 +143,17 @@ class Gate:
 
     async def _decide_or_wait(self, prepared: Prepared) -> Ticket | Refuse:
         """From here on money is held: every way out gives it back or hands it to the ticket."""
-        ticket, terms, entry = prepared.ticket, prepared.terms, prepared.workflow
-        ticket.terms = terms
+        ticket, entry = prepared.ticket, prepared.workflow
         self._note_request(ticket)
         try:
             if self.pump.is_waiting_for(ticket.request.model):
                 outcome: Placement | Queue | Refuse = Queue(Reason.NO_CAPACITY)
             else:
-                outcome = self._decide_and_commit(ticket, terms, self.pump.waiting)
+                outcome = self._decide_and_commit(ticket, self.pump.waiting)
             if isinstance(outcome, Queue):
                 self._open(ticket, entry)
                 queued_ms = monotonic_ms()
-                outcome = await self.pump.wait(ticket, terms, outcome.reason)
+                outcome = await self.pump.wait(ticket, outcome.reason)
                 ticket.queue_ms = monotonic_ms() - queued_ms
         except BaseException:
             # The client went away while the call waited.
@@ -172,16 +171,14 @@ class Gate:
             self._open(ticket, entry)
         return ticket
 
-    def _place_waiting(self, ticket: Ticket, terms: Terms) -> Placement | Queue | Refuse:
+    def _place_waiting(self, ticket: Ticket) -> Placement | Queue | Refuse:
         """The pump's try for a call that has its place in the queue already."""
         if ticket.is_settled or ticket.is_holding_decode:
             msg = f"{ticket.id} was placed or ended while it waited"
             raise RuntimeError(msg)
-        return self._decide_and_commit(ticket, terms, 0)
+        return self._decide_and_commit(ticket, 0)
 
-    def _decide_and_commit(
-        self, ticket: Ticket, terms: Terms, waiting: int
-    ) -> Placement | Queue | Refuse:
+    def _decide_and_commit(self, ticket: Ticket, waiting: int) -> Placement | Queue | Refuse:
         """Decide on the rows as they are, and take what was decided, without a pause in between.
 
         `waiting` counts the calls in the queue before this one.
@@ -194,7 +191,7 @@ class Gate:
         snapshot = Snapshot(
             rows=rows, cached=cached, waiting=waiting, waiting_max=self.pump.calls_max
         )
-        decision = decide(request, snapshot, terms, now_ms)
+        decision = decide(request, snapshot, ticket.terms, now_ms)
         is_still_waiting = ticket.id in self.in_flight and isinstance(decision, Queue)
         if is_still_waiting:
             return Queue(Reason.NO_CAPACITY)
@@ -350,17 +347,13 @@ class Gate:
         ticket, entry = prepared.ticket, prepared.workflow
         amount = ticket.reserved_micro_usd
         accounts = self.accounts
-        if not accounts.reserve(ticket.tenant_budget, amount) and not (
-            await accounts.reserve_refilling(ticket.tenant_budget, amount)
-        ):
+        if not await accounts.reserve_refilling(ticket.tenant_budget, amount):
             return self._refuse(ticket, _no_money("the tenant's budget", amount))
         workflow_budget = ticket.workflow_budget
         if workflow_budget is None or entry is None:
             return None
         try:
-            is_reserved = accounts.reserve(workflow_budget, amount) or (
-                await accounts.reserve_refilling(workflow_budget, amount)
-            )
+            is_reserved = await accounts.reserve_refilling(workflow_budget, amount)
         except BaseException:
             accounts.settle(ticket.tenant_budget, amount, 0)
             raise

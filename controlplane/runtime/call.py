@@ -70,7 +70,6 @@ class Ticket:
 
     # Set by the gate before it hands the ticket out.
     placement: Placement
-    terms: Terms
 
     def __init__(
         self,
@@ -78,6 +77,7 @@ class Ticket:
         call: Call,
         request: Request,
         model: Model,
+        terms: Terms,
         completion_tokens_max: int,
         cache_salt: str,
         reserved_micro_usd: int,
@@ -89,6 +89,7 @@ class Ticket:
         self.call = call
         self.request = request
         self.model = model
+        self.terms = terms
         self.completion_tokens_max = completion_tokens_max
         self.cache_salt = cache_salt
         self.reserved_micro_usd = reserved_micro_usd

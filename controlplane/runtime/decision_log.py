@@ -98,18 +98,11 @@ class DecisionLog:
         rows = self._fleet.ticks.rows_at(decided.tick, self._fleet.rows_for(decided.request.model))
         if rows is None:
             return None
-        winner, reason = _verdict(decided.decision)
+        _, winner, reason = _verdict(decided.decision)
         return explain(decided.request, rows, decided.cached, decided.now_ms, winner, reason)
 
     def _row(self, decided: Decided, record: dict[str, Any] | None) -> DecisionRow:
-        winner, reason = _verdict(decided.decision)
-        match decided.decision:
-            case Admit():
-                verdict = "admit"
-            case Queue():
-                verdict = "queue"
-            case Refuse():
-                verdict = "refuse"
+        verdict, winner, reason = _verdict(decided.decision)
         return DecisionRow(
             request_id=decided.request.id,
             number=decided.number,
@@ -129,14 +122,14 @@ class DecisionLog:
         )
 
 
-def _verdict(decision: Decision) -> tuple[Placement | None, Reason | None]:
+def _verdict(decision: Decision) -> tuple[str, Placement | None, Reason | None]:
     match decision:
         case Admit(placement):
-            return placement, None
+            return "admit", placement, None
         case Queue(reason):
-            return None, reason
+            return "queue", None, reason
         case Refuse(reason=reason):
-            return None, reason
+            return "refuse", None, reason
 
 
 def _as_json(explanation: Explanation, request: Request) -> dict[str, Any]:

@@ -268,24 +268,11 @@ class FleetState:
         prefill.prefill_tokens_pending += computed
 
     def release_decode(self, placement: Placement) -> None:
-        row = placement.decode
-        self.ticks.before_change(row)
-        row.seats_taken -= 1
-        row.kv_tokens_taken -= placement.kv_tokens
-        if row.seats_taken < 0 or row.kv_tokens_taken < 0:
-            msg = f"credits of {row.engine_id} were released twice"
-            raise RuntimeError(msg)
+        self._give_back(placement.decode, placement.kv_tokens)
 
     def release_prefill(self, request: Request, placement: Placement) -> None:
-        row = placement.prefill
-        if row is None:
-            return
-        self.ticks.before_change(row)
-        row.seats_taken -= 1
-        row.kv_tokens_taken -= request.prompt_tokens
-        if row.seats_taken < 0 or row.kv_tokens_taken < 0:
-            msg = f"credits of {row.engine_id} were released twice"
-            raise RuntimeError(msg)
+        if placement.prefill is not None:
+            self._give_back(placement.prefill, request.prompt_tokens)
 
     def prefilled(self, request: Request, placement: Placement) -> None:
         """The prompt of a placement is computed, or never will be: it is no longer pending."""
@@ -328,6 +315,14 @@ class FleetState:
         row.ttft_correction = min(TTFT_CORRECTION_MAX, max(TTFT_CORRECTION_MIN, corrected))
 
     # ------------------------------------------------------------ inside
+
+    def _give_back(self, row: EngineRow, kv_tokens: int) -> None:
+        self.ticks.before_change(row)
+        row.seats_taken -= 1
+        row.kv_tokens_taken -= kv_tokens
+        if row.seats_taken < 0 or row.kv_tokens_taken < 0:
+            msg = f"credits of {row.engine_id} were released twice"
+            raise RuntimeError(msg)
 
     def _update_suspicion(self, entry: EngineEntry, now_ms: float) -> None:
         is_suspect = not entry.breaker.allows(int(now_ms))

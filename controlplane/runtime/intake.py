@@ -44,7 +44,6 @@ class Prepared:
     """A call that can be decided on. `refuse` is set when its terms rule it out beforehand."""
 
     ticket: Ticket
-    terms: Terms
     workflow: WorkflowEntry | None
     refuse: Refuse | None
 
@@ -90,7 +89,7 @@ class Intake:
             entry = found
         rights = self._rights_of(call, entry)
         ticket = self._make_ticket(call, model, rights, entry)
-        return Prepared(ticket, rights.terms, entry, _ruled_out(ticket, rights.terms))
+        return Prepared(ticket, entry, _ruled_out(ticket))
 
     def remember_home(self, ticket: Ticket) -> None:
         """The engine of a finished call holds its context: the session's next call goes there."""
@@ -111,9 +110,7 @@ class Intake:
 
     async def _workflow(self, call: Call, workflow: str) -> WorkflowEntry | Refuse:
         tenant = call.principal.tenant.id
-        entry = self._workflows.recall(workflow, tenant)
-        if entry is None:
-            entry = await self._workflows.find(workflow, tenant)
+        entry = await self._workflows.find(workflow, tenant)
         if entry is None:
             return Refuse(
                 Reason.WORKFLOW_NOT_FOUND,
@@ -235,6 +232,7 @@ class Intake:
             call=call,
             request=request,
             model=model,
+            terms=terms,
             completion_tokens_max=completion_max,
             cache_salt=tenant.cache_salt,
             reserved_micro_usd=max(1, int(cost * terms.reserve_ratio)),
@@ -244,9 +242,9 @@ class Intake:
         )
 
 
-def _ruled_out(ticket: Ticket, terms: Terms) -> Refuse | None:
+def _ruled_out(ticket: Ticket) -> Refuse | None:
     """What can be said of a call before any engine is looked at."""
-    request = ticket.request
+    request, terms = ticket.request, ticket.terms
     if not terms.is_allowed:
         return Refuse(
             Reason.FORBIDDEN_BY_POLICY,

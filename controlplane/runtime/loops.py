@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 
 from sqlalchemy.ext.asyncio import AsyncEngine
 
@@ -100,7 +100,7 @@ class Loops:
         self._replica_ttl_s = replica_ttl_s
         self._node_silence_ms_max = node_silence_ms_max
 
-    def all(self) -> list[Awaitable[None]]:
+    def all(self) -> list[Coroutine[None, None, None]]:
         return [
             every(SWEEP_INTERVAL_S, "sweep", self._sweep),
             every(CATALOG_INTERVAL_S, "catalog", self._read_catalog),

@@ -12,22 +12,20 @@ from controlplane.admission.queue import Waiting, WaitingQueue
 from controlplane.domain.decision import Placement, Queue, Reason, Refuse
 from controlplane.runtime.call import Ticket, monotonic_ms
 from controlplane.runtime.credits import CreditKeeper
-from policies.evaluate import Terms
 
 # Calls offered a seat in one pass, so that a long queue does not hold the event loop.
 TRIES_PER_PASS_MAX = 64
 RETRY_MS = 2_000
 
 Outcome = Placement | Queue | Refuse
-Place = Callable[[Ticket, Terms], Outcome]
+Place = Callable[[Ticket], Outcome]
 
 
 @dataclass(slots=True)
 class Waiter:
-    """Who waits: its ticket, under which terms, since when, and the future to resolve."""
+    """Who waits: its ticket, since when, and the future to resolve."""
 
     ticket: Ticket
-    terms: Terms
     queued_ms: float
     outcome: "asyncio.Future[Placement | Refuse]"
 
@@ -59,14 +57,14 @@ class QueuePump:
         """Whether somebody waits for `model` already; who comes now goes behind."""
         return model in self._models
 
-    async def wait(self, ticket: Ticket, terms: Terms, reason: Reason) -> Placement | Refuse:
+    async def wait(self, ticket: Ticket, reason: Reason) -> Placement | Refuse:
         """Wait for a seat. Cancelling gives the place in the queue up.
 
         A placement has been committed when it is returned; also when the caller is cancelled just
         then, so it must look at what its ticket holds.
         """
         request = ticket.request
-        waiter = Waiter(ticket, terms, monotonic_ms(), asyncio.get_running_loop().create_future())
+        waiter = Waiter(ticket, monotonic_ms(), asyncio.get_running_loop().create_future())
         body_bytes = ticket.call.prompt_bytes
         if not self._queue.push(Waiting(request, waiter, body_bytes)):
             return Refuse(
@@ -124,7 +122,7 @@ class QueuePump:
             model = item.request.model
             if model in blocked:
                 return False
-            outcome = self.place(item.ticket.ticket, item.ticket.terms)
+            outcome = self.place(item.ticket.ticket)
             if isinstance(outcome, Queue):
                 blocked.add(model)
                 return False

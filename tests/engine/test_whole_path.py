@@ -11,7 +11,8 @@ from cli.processes import LocalCluster
 from controlplane.store import records
 from controlplane.store.cluster import parse_cluster
 from controlplane.store.session import make_engine
-from tests.system.conftest import check_invariants, client_of, free_port, operator
+from tests.ports import free_port
+from tests.system.conftest import check_invariants, client_of, operator
 
 from .environment import READY_S_MAX, cpu_environment
 

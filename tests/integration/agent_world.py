@@ -6,7 +6,6 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import sys
 import sysconfig
 import time
@@ -44,6 +43,7 @@ from dataplane.protocol.subjects import (
     inbox_prefix,
     node_subject,
 )
+from tests.ports import free_port
 
 NODE = "n1"
 ANSWER_S_MAX = 20.0
@@ -68,11 +68,6 @@ def simulated(engine_id: str = "e1", role: str = "both", **options: Any) -> Engi
         gpus=1,
         options={"max_num_seqs": 8, "kv_tokens": 16384, "context_tokens_max": 8192, **options},
     )
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 class Bus:

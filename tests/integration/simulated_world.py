@@ -11,7 +11,8 @@ from typing import Any
 import httpx2
 import msgspec
 
-from tests.integration.agent_world import answers, free_port
+from tests.integration.agent_world import answers
+from tests.ports import free_port
 
 START_S_MAX = 15.0
 CONTEXT = 4096

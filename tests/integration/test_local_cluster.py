@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from tests.integration.surfaces import DEMO
+from tests.ports import free_port
 
 READY_S_MAX = 60
 GONE_S_MAX = 30
@@ -29,11 +30,6 @@ def document(folder: Path) -> Path:
     path = folder / "cluster.yaml"
     path.write_text(yaml.safe_dump(cluster))
     return path
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 class Up:

@@ -1,7 +1,6 @@
 """A whole Headway of small simulated engines, kept for the session, and what every fault must leave intact."""
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from cli.processes import LocalCluster
 from controlplane.store import records
 from controlplane.store.cluster import ClusterDocument, parse_cluster
 from controlplane.store.session import make_engine
+from tests.ports import free_port
 
 CLUSTER = """
 regions: [eu-west]
@@ -47,12 +47,6 @@ nodes:
     engines:
       - {engine_id: n2-a, kind: simulated, model: small, role: both, gpus: 1, options: {speedup: 5.0}}
 """
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture(scope="session")

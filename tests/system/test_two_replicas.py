@@ -14,8 +14,9 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from cli.processes import LocalCluster
 from controlplane.store.session import make_engine
+from tests.ports import free_port
 
-from .conftest import check_invariants, free_port
+from .conftest import check_invariants
 from .test_kills import Load, kill
 
 pytestmark = [pytest.mark.fault, pytest.mark.anyio, pytest.mark.timeout(180)]

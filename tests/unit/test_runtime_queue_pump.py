@@ -47,7 +47,7 @@ class Seats:
         self.order: list[str] = []
         self.tries = 0
 
-    def place(self, ticket: Ticket, _: Terms) -> Placement | Queue | Refuse:
+    def place(self, ticket: Ticket) -> Placement | Queue | Refuse:
         self.tries += 1
         model = ticket.request.model
         if self.free.get(model, 0) == 0:
@@ -77,7 +77,7 @@ def ticket(
         workflow_deadline_ms=deadline_ms,
     )  # fmt: skip
     return Ticket(
-        call=call, request=request, model=catalog().models[ModelName("small")],
+        call=call, request=request, model=catalog().models[ModelName("small")], terms=TERMS,
         completion_tokens_max=1, cache_salt="salt", reserved_micro_usd=1, tenant_budget="b",
         workflow_budget=None, opened_at_s=0.0,
     )  # fmt: skip
@@ -98,7 +98,7 @@ async def settle() -> None:
 
 
 def waits(pump: QueuePump, *tickets: Ticket) -> list["asyncio.Task[Placement | Refuse]"]:
-    return [asyncio.create_task(pump.wait(each, TERMS, Reason.QUEUE_FULL)) for each in tickets]
+    return [asyncio.create_task(pump.wait(each, Reason.QUEUE_FULL)) for each in tickets]
 
 
 @pytest.mark.anyio
