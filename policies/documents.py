@@ -64,9 +64,18 @@ class Entitlements(_Document):
         return self
 
 
+class ResponseCache(_Document):
+    """Answers of deterministic calls are kept for `ttl_s` and given again at `price_ratio` of their cost."""
+
+    ttl_s: Annotated[int, Field(ge=1, le=86_400)]
+    price_ratio: Annotated[float, Field(ge=0, le=1)]
+
+
 class TenantClass(_Document):
-    """`weight` scales the value of success and the price of lateness; `reserve_ratio` is the share of
-    a call's highest possible cost that is held while it runs.
+    """`weight` scales the value of success and the price of lateness; `priority` orders who is refused
+    first when capacity is short (0 goes first); `reserve_ratio` is the share of a call's highest
+    possible cost that is held while it runs. When the budget ends in mid-stream the answer is cut
+    there or, with `over_budget: finish`, goes on uncharged. Rates are per tenant; null is no limit.
     """
 
     weight: Annotated[float, Field(gt=0, le=1_000)]
@@ -75,6 +84,12 @@ class TenantClass(_Document):
     reserve_ratio: Annotated[float, Field(gt=0, le=1)] = 1.0
     may_disaggregate: bool = True
     slo_class: Name | None = None
+    priority: Annotated[int, Field(ge=0, le=9)] = 5
+    over_budget: Literal["cut", "finish"] = "cut"
+    requests_per_minute: Annotated[int, Field(ge=1, le=10_000_000)] | None = None
+    tokens_per_minute: Annotated[int, Field(ge=1, le=10_000_000_000)] | None = None
+    calls_in_flight_max: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
+    response_cache: ResponseCache | None = None
 
     @model_validator(mode="after")
     def _default_is_within_max(self) -> "TenantClass":
@@ -122,11 +137,30 @@ class SloDefaults(_Document):
     by_scope: dict[Scope, Name | None]
 
 
-Document = Entitlements | TenantClasses | Scopes | SloDefaults
+class Admission(_Document):
+    """How calls wait and who is refused when capacity is short.
+
+    `order`: by the workflow's deadline, or by arrival. `tpot_stretch_ratio_max` and
+    `tpot_stretch_ratio_min` bound how far calls in flight may stretch the time per token of an empty
+    engine, at rest and under overload. `is_shedding: false` turns levels and commitments off.
+    `is_bounding: false` leaves engines without a bound of ours on calls in flight.
+    """
+
+    kind: Literal["admission"]
+    version: Literal[1]
+    order: Literal["deadline", "arrival"] = "deadline"
+    is_shedding: bool = True
+    is_bounding: bool = True
+    tpot_stretch_ratio_max: Annotated[float, Field(gt=1, le=10)] = 2.5
+    tpot_stretch_ratio_min: Annotated[float, Field(gt=1, le=10)] = 1.5
+
+
+Document = Entitlements | TenantClasses | Scopes | SloDefaults | Admission
 
 DOCUMENTS: dict[str, type[Document]] = {
     "entitlements": Entitlements,
     "tenant_classes": TenantClasses,
     "scopes": Scopes,
     "slo_defaults": SloDefaults,
+    "admission": Admission,
 }

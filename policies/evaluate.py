@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from controlplane.domain.catalog import Scope, Tenant
+from controlplane.domain.catalog import Limits, Scope, Tenant
 from controlplane.domain.ids import ModelName
-from policies.documents import Entitlement
+from policies.documents import Entitlement, TenantClass
 from policies.load import Bundle
 
 # Names told when no rule of the bundle is the reason.
@@ -20,7 +20,7 @@ class Terms:
     """Rights and limits of a (tenant, model, scope). None for names of regions and GPU types: all.
 
     `denied_by` names the rule when `is_allowed` is false, and is empty otherwise. `slo_class` is None
-    when the tenant's own applies.
+    when the tenant's own applies. Answers are kept for `cache_ttl_s` seconds, 0 is not at all.
     """
 
     is_allowed: bool
@@ -36,6 +36,11 @@ class Terms:
     reserve_ratio: float
     slo_class: str | None
     may_disaggregate: bool
+    priority: int
+    over_budget_cuts: bool
+    limits: Limits
+    cache_ttl_s: int
+    cache_price_ratio: float
 
 
 def terms_for(bundle: Bundle, tenant: Tenant, model: ModelName, scope: Scope) -> Terms:
@@ -50,6 +55,7 @@ def terms_for(bundle: Bundle, tenant: Tenant, model: ModelName, scope: Scope) ->
     tenant_class = bundle.tenant_classes.classes.get(tenant.tenant_class)
     limits = bundle.scopes.scopes[scope]
 
+    cache = tenant_class.response_cache if tenant_class else None
     denied_by = ""
     denying = next((rule.name for rule in matching if rule.effect == "deny"), None)
     if tenant.is_disabled:
@@ -78,6 +84,21 @@ def terms_for(bundle: Bundle, tenant: Tenant, model: ModelName, scope: Scope) ->
         slo_class=(tenant_class.slo_class if tenant_class else None)
         or bundle.slo_defaults.by_scope.get(scope),
         may_disaggregate=tenant_class.may_disaggregate if tenant_class else False,
+        priority=tenant_class.priority if tenant_class else 0,
+        over_budget_cuts=tenant_class is None or tenant_class.over_budget == "cut",
+        limits=_limits(tenant_class),
+        cache_ttl_s=cache.ttl_s if cache else 0,
+        cache_price_ratio=cache.price_ratio if cache else 1.0,
+    )
+
+
+def _limits(tenant_class: TenantClass | None) -> Limits:
+    if tenant_class is None:
+        return Limits()
+    return Limits(
+        requests_per_minute=tenant_class.requests_per_minute,
+        tokens_per_minute=tenant_class.tokens_per_minute,
+        calls_in_flight_max=tenant_class.calls_in_flight_max,
     )
 
 

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from controlplane.domain.errors import ConfigurationError
 from policies.documents import (
     DOCUMENTS,
+    Admission,
     Document,
     Entitlements,
     Scopes,
@@ -41,6 +42,7 @@ class Bundle:
     tenant_classes: TenantClasses
     scopes: Scopes
     slo_defaults: SloDefaults
+    admission: Admission
 
 
 def load_bundle(path: Path | None) -> Bundle:
@@ -67,17 +69,19 @@ def load_bundle(path: Path | None) -> Bundle:
                 f" {DEFAULT_FOLDER.name}/{kind}.yaml of the policies that ship"
             )
         documents.append(found[kind][1])
-    entitlements, tenant_classes, scopes, slo_defaults = documents
+    entitlements, tenant_classes, scopes, slo_defaults, admission = documents
     assert isinstance(entitlements, Entitlements)
     assert isinstance(tenant_classes, TenantClasses)
     assert isinstance(scopes, Scopes)
     assert isinstance(slo_defaults, SloDefaults)
+    assert isinstance(admission, Admission)
     return Bundle(
         revision=_revision(documents),
         entitlements=entitlements,
         tenant_classes=tenant_classes,
         scopes=scopes,
         slo_defaults=slo_defaults,
+        admission=admission,
     )
 
 

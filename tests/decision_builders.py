@@ -94,6 +94,10 @@ def call(**changes: Any) -> Request:
         "step_gap_ms": 0,
         "home": None,
         "is_single_engine": False,
+        "priority": 5,
+        "is_begun": False,
+        "not_before_ms": 0,
+        "waits_for_idle": False,
     }
     return Request(**(fields | changes))
 

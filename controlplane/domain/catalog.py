@@ -113,11 +113,22 @@ class Tenant:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Rates and a bound on calls in flight. None: no limit of this kind."""
+
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    calls_in_flight_max: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Principal:
-    """Who calls: a tenant by one of its keys."""
+    """Who calls: a tenant by one of its keys. `key_budgets` are the ids of the key's own accounts."""
 
     key_id: KeyId
     tenant: Tenant
+    key_limits: Limits = Limits()
+    key_budgets: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,14 @@ class Reason(StrEnum):
     WORKFLOW_ENDED = "workflow_ended"
     CONFLICT = "conflict"
     CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
+    IDEMPOTENCY_IN_PROGRESS = "idempotency_in_progress"
+    IDEMPOTENCY_MISMATCH = "idempotency_mismatch"
+    RESPONSE_NOT_STORED = "response_not_stored"
+    POLICY_ERROR = "policy_error"
     INSUFFICIENT_QUOTA = "insufficient_quota"
+    RATE_LIMITED = "rate_limited"
+    SHED_OVERLOAD = "shed_overload"
+    DEFERRED = "deferred"
     QUEUE_FULL = "queue_full"
     DEADLINE_UNREACHABLE = "deadline_unreachable"
     FAN_OUT_EXCEEDED = "fan_out_exceeded"
@@ -78,13 +85,17 @@ class Queue:
 class Refuse:
     """`retry_after_ms` is an honest estimate, or None when there is none; `detail` says what to do.
 
-    `decision` is the id under which the refusal can be explained, empty before it is recorded.
+    `decision` is the id under which the refusal can be explained, empty before it is recorded; `rule`
+    names the policy rule that decided, empty when none did. `is_final` tells the client not to come
+    back, also where the reason alone would let it.
     """
 
     reason: Reason
     detail: str
     retry_after_ms: int | None = None
     decision: str = ""
+    rule: str = ""
+    is_final: bool = False
 
 
 Decision = Admit | Queue | Refuse

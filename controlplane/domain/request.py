@@ -18,7 +18,10 @@ class Request:
     what policy allows (bits as in the fleet's tables). `home` is the engine that served the
     workflow's previous step. `step_gap_ms` is the expected pause before the workflow's next step,
     0 when this is its last one. `calls_in_flight` counts the workflow's other calls.
-    `is_single_engine` forbids splitting prefill from decode.
+    `is_single_engine` forbids splitting prefill from decode. `priority` orders who is refused first
+    when capacity is short (higher stays longer); `is_begun` marks a later step of a workflow that was
+    admitted, which is never refused for load. A postponed call runs from `not_before_ms` on (0: at
+    once), or only on idle capacity when `waits_for_idle`.
     """
 
     id: RequestId
@@ -50,3 +53,7 @@ class Request:
     step_gap_ms: int
     home: EngineId | None
     is_single_engine: bool
+    priority: int
+    is_begun: bool
+    not_before_ms: int
+    waits_for_idle: bool

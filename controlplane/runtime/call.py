@@ -1,6 +1,7 @@
 """What the gateway read off the wire, before anything is decided; and what it is given when it may go on."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from controlplane.domain.catalog import Model, Principal
@@ -51,6 +52,9 @@ class Call:
     client_retries: int
     is_single_engine: bool
     received_ms: float
+    idempotency_key: str | None = None
+    # Told (position from 1, predicted wait in ms) now and then while the call waits in the queue.
+    on_waiting: Callable[[int, int], None] | None = None
 
 
 class Ticket:

@@ -224,6 +224,10 @@ class Intake:
             step_gap_ms=gap_ms,
             home=None if home is None else home.engine_id,
             is_single_engine=call.is_single_engine or not terms.may_disaggregate,
+            priority=terms.priority,
+            is_begun=step > 0,
+            not_before_ms=0,
+            waits_for_idle=False,
         )
         cost = model.cost_micro_usd(
             prompt=prompt_tokens, cached=0, completion=request.completion_tokens_max

@@ -52,6 +52,14 @@ OUTCOMES: dict[Reason, Outcome] = {
     Reason.CONTEXT_LENGTH_EXCEEDED: Outcome(400, _WRONG, Retry.NEVER),
     # OpenAI's own convention: 429, told apart from a rate limit by its code. Waiting does not help.
     Reason.INSUFFICIENT_QUOTA: Outcome(429, "insufficient_quota", Retry.NEVER),
+    Reason.IDEMPOTENCY_IN_PROGRESS: Outcome(409, "idempotency_error", Retry.LATER),
+    Reason.IDEMPOTENCY_MISMATCH: Outcome(422, "idempotency_error", Retry.NEVER),
+    Reason.RESPONSE_NOT_STORED: Outcome(409, "idempotency_error", Retry.NEVER),
+    # A rule that can not be evaluated denies; the fault is the operator's, not the caller's.
+    Reason.POLICY_ERROR: Outcome(500, _SERVER, Retry.NEVER),
+    Reason.RATE_LIMITED: Outcome(429, _LIMIT, Retry.LATER),
+    Reason.SHED_OVERLOAD: Outcome(429, _LIMIT, Retry.LATER),
+    Reason.DEFERRED: Outcome(429, _LIMIT, Retry.LATER),
     Reason.QUEUE_FULL: Outcome(429, _LIMIT, Retry.LATER),
     Reason.DEADLINE_UNREACHABLE: Outcome(429, _LIMIT, Retry.LATER),
     Reason.FAN_OUT_EXCEEDED: Outcome(429, _LIMIT, Retry.LATER),
@@ -89,15 +97,18 @@ def error_response(
     `decision_id` is the id that `headway explain` takes; it doubles as the request id.
     """
     outcome = OUTCOMES[refuse.reason]
+    is_final = refuse.is_final or outcome.retry is Retry.NEVER
     headers = [
         ("content-type", "application/json"),
         ("x-headway-reason", str(refuse.reason)),
-        ("x-should-retry", "false" if outcome.retry is Retry.NEVER else "true"),
+        ("x-should-retry", "false" if is_final else "true"),
     ]
+    if refuse.rule:
+        headers.append(("x-headway-rule", refuse.rule))
     if decision_id:
         headers.append(("x-headway-decision", decision_id))
         headers.append(("x-request-id", decision_id))
-    if outcome.retry is Retry.LATER and refuse.retry_after_ms is not None:
+    if outcome.retry is Retry.LATER and not is_final and refuse.retry_after_ms is not None:
         wait_ms = max(1, refuse.retry_after_ms)
         # Whole seconds, rounded up: a client that reads only this one never comes too early.
         headers.append(("retry-after", str(-(-wait_ms // MILLISECONDS_PER_SECOND))))

@@ -145,6 +145,10 @@ def requests(size: int, seed: int):
             step_gap_ms=9_000,
             home=None if is_first else f"engine-{home}",
             is_single_engine=False,
+            priority=5,
+            is_begun=False,
+            not_before_ms=0,
+            waits_for_idle=False,
         )
         made.append((request, cached))
     return made

@@ -6,6 +6,7 @@ import pytest
 
 from controlplane.admission.decide import decide
 from controlplane.admission.snapshot import Snapshot
+from controlplane.domain.catalog import Limits
 from controlplane.domain.decision import Admit, Queue, Reason, Refuse
 from policies.evaluate import Terms
 from tests.decision_builders import NOW_MS, call, engine_row
@@ -14,6 +15,7 @@ TERMS = Terms(
     is_allowed=True, denied_by="", region_names=None, gpu_type_names=None, weight=1.0,
     completion_tokens_default=100, completion_tokens_max=1_000, fan_out_max=8, steps_max=10,
     step_gap_ms=0, reserve_ratio=1.0, slo_class=None, may_disaggregate=True,
+    priority=5, over_budget_cuts=True, limits=Limits(), cache_ttl_s=0, cache_price_ratio=1.0,
 )  # fmt: skip
 FULL = (engine_row(seats_taken=8),)
 

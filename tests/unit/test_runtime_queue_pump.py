@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from controlplane.domain.catalog import Principal, Tenant
+from controlplane.domain.catalog import Limits, Principal, Tenant
 from controlplane.domain.decision import Placement, Queue, Reason, Refuse
 from controlplane.domain.ids import KeyId, ModelName, RequestId, SloClassName, TenantId
 from controlplane.runtime.call import Call, Ticket
@@ -21,6 +21,7 @@ TERMS = Terms(
     is_allowed=True, denied_by="", region_names=None, gpu_type_names=None, weight=1.0,
     completion_tokens_default=1, completion_tokens_max=1, fan_out_max=1, steps_max=1, step_gap_ms=0,
     reserve_ratio=1.0, slo_class=None, may_disaggregate=True,
+    priority=5, over_budget_cuts=True, limits=Limits(), cache_ttl_s=0, cache_price_ratio=1.0,
 )  # fmt: skip
 
 

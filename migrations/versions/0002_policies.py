@@ -1,0 +1,14 @@
+"""Policy revisions, their rollout, and the audit log."""
+
+revision = "0002"
+down_revision = "0001"
+branch_labels = None
+depends_on = None
+
+
+def upgrade() -> None:
+    pass
+
+
+def downgrade() -> None:
+    pass
