@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from controlplane.domain.catalog import Model, Principal
 from controlplane.domain.decision import Placement
 from controlplane.domain.fleet import EngineRow
+from controlplane.domain.ids import RequestId
 from controlplane.domain.request import Request
 from policies.evaluate import Terms
 
@@ -55,21 +56,24 @@ class Call:
     idempotency_key: str | None = None
     # Told (position from 1, predicted wait in ms) now and then while the call waits in the queue.
     on_waiting: Callable[[int, int], None] | None = None
+    # Given before admission where somebody must know it by then; else the intake gives one.
+    request_id: RequestId | None = None
 
 
 class Ticket:
     """One accepted request, from admission to settlement. Owned by the task that serves it.
 
     `is_holding_prefill` and `is_holding_decode` say which credits are still taken;
-    `is_settled` makes settlement happen once.
+    `is_settled` makes settlement happen once. From `tokens_check_at` completion tokens on (0: never) the
+    relay asks whether the answer may go on. `rate_headers` and `warnings` are told to the client.
     """
 
     __slots__ = (
         "attempt", "attempts_failed", "cache_salt", "call", "completion_tokens_max", "decided_ms",
         "decisions", "decode_url", "id",
         "is_first_token_seen", "is_holding_decode", "is_holding_prefill", "is_settled", "model", "opened_at_s",
-        "placement", "prefill_url", "queue_ms", "request", "reserved_micro_usd", "tenant_budget", "terms",
-        "workflow_budget",
+        "placement", "prefill_url", "queue_ms", "rate_headers", "request", "reserved_micro_usd", "tenant_budget",
+        "terms", "tokens_check_at", "warnings", "workflow_budget",
     )  # fmt: skip
 
     # Set by the gate before it hands the ticket out.
@@ -111,3 +115,6 @@ class Ticket:
         self.is_holding_decode = False
         self.is_first_token_seen = False
         self.is_settled = False
+        self.tokens_check_at = 0
+        self.rate_headers: tuple[tuple[bytes, bytes], ...] = ()
+        self.warnings: tuple[str, ...] = ()

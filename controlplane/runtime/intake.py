@@ -195,7 +195,7 @@ class Intake:
                 remaining = max(0, record.budget_limit_micro_usd - spent)
         is_flex = call.priority_hint is not None and call.priority_hint < 0
         request = Request(
-            id=self.new_id(),
+            id=call.request_id or self.new_id(),
             tenant=tenant.id,
             model=model.name,
             arrival_ms=int(received_ms),

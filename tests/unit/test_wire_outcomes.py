@@ -31,13 +31,23 @@ def test_every_outcome_as_a_client_sees_it(reason: Reason) -> None:
     assert sent["x-headway-reason"] == str(reason)
     assert sent["x-headway-decision"] == sent["x-request-id"] == "req-9"
     # The official SDK retries these by status alone; the header overrules it both ways.
-    assert (sent["x-should-retry"] == "true") is (
-        status in {429, 500, 502, 503, 504} and reason is not Reason.INSUFFICIENT_QUOTA
+    is_final = {Reason.INSUFFICIENT_QUOTA, Reason.POLICY_ERROR}
+    is_worth_a_retry = reason is Reason.IDEMPOTENCY_IN_PROGRESS or (
+        status in {429, 500, 502, 503, 504} and reason not in is_final
     )
+    assert (sent["x-should-retry"] == "true") is is_worth_a_retry
     if outcome.retry is Retry.LATER:
         assert (sent["retry-after"], sent["retry-after-ms"]) == ("2", "1501")
     else:
         assert not {"retry-after", "retry-after-ms"} & sent.keys()
+
+
+def test_a_final_refusal_names_its_rule_and_no_time() -> None:
+    refuse = Refuse(Reason.SHED_OVERLOAD, "x", 1_000, rule="ladder/last", is_final=True)
+    sent = dict(error_response(refuse, None)[1])
+    assert sent["x-should-retry"] == "false"
+    assert sent["x-headway-rule"] == "ladder/last"
+    assert "retry-after" not in sent
 
 
 def test_no_estimate_no_retry_after() -> None:

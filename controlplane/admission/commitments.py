@@ -1,0 +1,126 @@
+"""How much of a pool is promised to the workflows that were let in: the seats they need to end in time.
+
+A workflow with `work_ms` of seat time left and `T` until its deadline, less the pauses between its
+steps, needs work / T seats on average, never more than its calls in parallel. While the sum of these densities is below the seats there are,
+the earliest deadline first meets every deadline (the density test of real-time scheduling); so what
+would push the sum above is not begun. Knows no clock.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+from controlplane.domain.request import Request
+
+# A workflow that has been silent for this long, and for this many of its gaps, holds nothing more.
+IDLE_MS: Final = 30_000
+IDLE_GAPS: Final = 5
+# Promises are kept in this multiple of the time that a workflow would take alone, also when its deadline
+# is later: far deadlines would let in so much at once that nothing urgent finds room for long.
+PATIENCE_RATIO_MAX: Final = 2.0
+COMMITMENTS_MAX: Final = 100_000
+SEAT_TIME_GAIN: Final = 0.05
+# A prompt token is computed at this share of the seat time of a completion token, before anything is
+# learned: prefill is bound by compute and batched, decode by memory and sequential.
+PROMPT_TOKEN_RATIO: Final = 0.02
+
+
+class SeatTime:
+    """How long a call keeps its seat, learned from calls that ended: milliseconds per token of work."""
+
+    __slots__ = ("_ms_per_token",)
+
+    def __init__(self) -> None:
+        self._ms_per_token: float | None = None
+
+    @staticmethod
+    def _tokens(request: Request) -> float:
+        return request.completion_tokens_expected + PROMPT_TOKEN_RATIO * request.prompt_tokens
+
+    def learn(self, request: Request, seat_ms: float) -> None:
+        observed = seat_ms / max(1.0, self._tokens(request))
+        known = self._ms_per_token
+        self._ms_per_token = (
+            observed if known is None else known + SEAT_TIME_GAIN * (observed - known)
+        )
+
+    def call_ms(self, request: Request, otherwise_ms: float) -> float:
+        """Expected seat time of one call; `otherwise_ms` before any call has ended."""
+        if self._ms_per_token is None:
+            return otherwise_ms
+        return max(1.0, self._ms_per_token * self._tokens(request))
+
+
+@dataclass(slots=True)
+class Commitment:
+    """`pauses_ms` pass between its calls, `lanes` of which run at once at most; `last_ms` is when it was
+    last heard of.
+    """
+
+    work_ms: float
+    pauses_ms: int
+    deadline_ms: int
+    lanes: int
+    priority: int
+    idle_ms_max: int
+    last_ms: int
+
+    def seats(self, now_ms: int) -> float:
+        """Seats needed on average from now on: work over the time for it, between none and `lanes`."""
+        left_ms = self.deadline_ms - now_ms
+        if left_ms <= 0 or now_ms - self.last_ms > self.idle_ms_max:
+            return 0.0
+        alone_ms = self.work_ms / self.lanes + self.pauses_ms
+        time_ms = min(left_ms, PATIENCE_RATIO_MAX * alone_ms) - self.pauses_ms
+        return min(float(self.lanes), self.work_ms / max(time_ms, 1.0))
+
+
+class Commitments:
+    """One pool's workflows in progress, and the seats they need by priority."""
+
+    __slots__ = ("_by_key", "_seats")
+
+    def __init__(self) -> None:
+        self._by_key: dict[str, Commitment] = {}
+        self._seats: dict[int, float] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._by_key
+
+    def seats(self, priority_min: int = 0) -> float:
+        """Seats promised to workflows of at least this priority."""
+        return sum(seats for priority, seats in self._seats.items() if priority >= priority_min)
+
+    def put(self, key: str, commitment: Commitment, now_ms: int) -> None:
+        """Take a workflow in, or bring what is known of it up to date."""
+        known = self._by_key.get(key)
+        if known is not None:
+            self._add(known.priority, -known.seats(now_ms))
+        elif len(self._by_key) >= COMMITMENTS_MAX:
+            return
+        self._by_key[key] = commitment
+        self._add(commitment.priority, commitment.seats(now_ms))
+
+    def end(self, key: str, now_ms: int) -> None:
+        known = self._by_key.pop(key, None)
+        if known is not None:
+            self._add(known.priority, -known.seats(now_ms))
+
+    def tick(self, now_ms: int) -> None:
+        """Sum up anew: time has passed, deadlines have come. Bounded by the number of workflows."""
+        self._seats = {}
+        ended: list[str] = []
+        for key, commitment in self._by_key.items():
+            seats = commitment.seats(now_ms)
+            if seats <= 0.0:
+                ended.append(key)
+            else:
+                self._add(commitment.priority, seats)
+        for key in ended:
+            del self._by_key[key]
+
+    def _add(self, priority: int, seats: float) -> None:
+        # Sums drift with what they were made of; they are made again at every tick.
+        self._seats[priority] = max(0.0, self._seats.get(priority, 0.0) + seats)

@@ -1,0 +1,282 @@
+"""May a workflow begin on a pool now: promises kept to those that began, worth, and what is booked.
+
+The one place where load refuses. It is asked for first steps only; what has begun is carried to its
+end. Knows no clock and no engine, only how many seats there are.
+"""
+
+from dataclasses import dataclass
+from math import exp, sqrt
+from typing import Final
+
+from controlplane.admission.appointments import Appointments
+from controlplane.admission.commitments import (
+    IDLE_GAPS,
+    IDLE_MS,
+    Commitment,
+    Commitments,
+    SeatTime,
+)
+from controlplane.admission.levels import (
+    SHARES,
+    WORTH_LEAST,
+    WORTH_STEPS_PER_DOUBLING,
+    WORTHS,
+    Levels,
+    rank,
+)
+from controlplane.domain.decision import Reason, Refuse
+from controlplane.domain.request import Request
+
+# Seats kept free of the work of lower priorities: this many standard deviations of what higher ones
+# hold, which is Poisson when they come independently (the square-root rule of staffing).
+HEADROOM_DEVIATIONS: Final = 1.5
+HEADROOM_RATIO_MAX: Final = 0.5
+# Promises may fill this share of the seats, to begin with: service times vary, a queue needs slack.
+COMMITTED_RATIO_FIRST: Final = 0.95
+COMMITTED_RATIO_MIN: Final = 0.7
+COMMITTED_RATIO_MAX: Final = 1.5
+# Moved up while seats stand empty although somebody is refused, down while promises are broken.
+BUSY_RATIO_WANTED: Final = 0.95
+COMMITTED_UP: Final = 0.02
+COMMITTED_DOWN: Final = 0.05
+COMMITTED_WINDOW_MS: Final = 1_000
+# How fast work of each priority is begun is measured over about this time.
+BEGUN_MS: Final = 10_000
+# This share of what is promised to lower priorities is not in the way: it can wait.
+LOWER_YIELDS_RATIO: Final = 0.3
+# Who comes at its appointed time may push the promises above that by this share.
+APPOINTED_RATIO: Final = 0.50
+# How far calls may stretch each other, moved by whether those that began end in time.
+MISSED_RATIO_HIGH: Final = 0.02
+STRETCH_DOWN: Final = 0.10
+STRETCH_UP: Final = 0.02
+STRETCH_WINDOW_MS: Final = 5_000
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What a pool offers: seats that this replica may fill, and a call's time there before any ended."""
+
+    seats: float
+    call_ms: float
+    busy_ratio: float
+
+
+class _Begun:
+    """Seat milliseconds of work begun in each millisecond, with the latest BEGUN_MS counting most."""
+
+    __slots__ = ("_at_ms", "_work_ms")
+
+    def __init__(self) -> None:
+        self._work_ms = 0.0
+        self._at_ms = 0
+
+    def add(self, work_ms: float, now_ms: int) -> None:
+        self._work_ms = self._work_ms * exp((self._at_ms - now_ms) / BEGUN_MS) + work_ms
+        self._at_ms = now_ms
+
+    def seats(self, now_ms: int) -> float:
+        return self._work_ms * exp((self._at_ms - now_ms) / BEGUN_MS) / BEGUN_MS
+
+
+class PoolLoad:
+    """One pool's load as this replica causes it. Owned by one task."""
+
+    __slots__ = (
+        "_begun", "_committed_ms", "_ended", "_idle_refusals", "_late", "_missed", "_on_time", "_stretch_ms",
+        "appointments", "committed_ratio", "commitments", "levels", "seat_time", "stretch_ratio",
+    )  # fmt: skip
+
+    def __init__(self, stretch_ratio: float) -> None:
+        self.levels = Levels()
+        self.commitments = Commitments()
+        self.appointments = Appointments()
+        self.seat_time = SeatTime()
+        self.stretch_ratio = stretch_ratio
+        self.committed_ratio = COMMITTED_RATIO_FIRST
+        self._begun: dict[int, _Begun] = {}
+        self._idle_refusals = 0
+        self._committed_ms = 0
+        self._late = 0
+        self._on_time = 0
+        self._ended = 0
+        self._missed = 0
+        self._stretch_ms = 0
+
+    @property
+    def price_micro_usd_per_s(self) -> float:
+        """What a second of a seat is worth now: the most that somebody offers who has to wait.
+
+        0 while nobody does. This is the measured price of saturation.
+        """
+        tier = self.appointments.tier_highest
+        if tier < 0:
+            return 0.0
+        return float(WORTH_LEAST * 2.0 ** (tier % WORTHS / WORTH_STEPS_PER_DOUBLING))
+
+    # ------------------------------------------------------------ first steps
+
+    def may_begin(self, request: Request, room: Room, now_ms: int) -> Refuse | None:
+        """None when the workflow may begin, and then it is committed to. Asked once per arrival."""
+        work_ms = self._work_ms(request, room)
+        arrival_rank = rank(request, work_ms)
+        tier = arrival_rank // SHARES
+        key = _key(request)
+        commitment = self._commitment(request, work_ms, now_ms)
+        needed = commitment.seats(now_ms)
+        seats_of_higher = self.commitments.seats(request.priority + 1)
+        headroom = min(HEADROOM_DEVIATIONS * sqrt(seats_of_higher), HEADROOM_RATIO_MAX * room.seats)
+        limit = self.committed_ratio * room.seats - headroom
+        # Work of lower priorities waits when it must: not all that is promised to it stands in the way.
+        seats_of_lower = self.commitments.seats() - self.commitments.seats(request.priority)
+        free = limit - self.commitments.seats() + LOWER_YIELDS_RATIO * seats_of_lower
+        is_in_rank = self.levels.admits(arrival_rank)
+        if self.appointments.is_due(key, now_ms):
+            may_begin = needed <= free + APPOINTED_RATIO * room.seats
+        else:
+            may_begin = is_in_rank and needed + self.appointments.seats(tier) <= free
+        # A pool without anybody always takes one: no workflow is too large to be ever begun.
+        if may_begin or not len(self.commitments):
+            self.appointments.keep(key)
+            self.commitments.put(_held_as(request), commitment, now_ms)
+            self._begun.setdefault(request.priority, _Begun()).add(work_ms, now_ms)
+            return None
+        if room.busy_ratio < BUSY_RATIO_WANTED:
+            self._idle_refusals += 1
+        seats_free = min(limit - seats_of_higher, self._seats_begun(request.priority, now_ms))
+        return self._refuse(request, work_ms, needed, tier, seats_free, room, now_ms)
+
+    def _seats_begun(self, priority: int, now_ms: int) -> float:
+        """The rate at which work of this priority and below is begun, measured while it is short."""
+        return sum(
+            begun.seats(now_ms) for other, begun in self._begun.items() if other <= priority
+        )
+
+    def _refuse(
+        self,
+        request: Request,
+        work_ms: float,
+        needed: float,
+        tier: int,
+        seats_free: float,
+        room: Room,
+        now_ms: int,
+    ) -> Refuse:
+        wait_ms = self.appointments.book(
+            _key(request),
+            work_ms=work_ms,
+            seats=needed,
+            tier=tier,
+            seats_free=max(seats_free, 0.05 * room.seats),
+            now_ms=now_ms,
+            wait_ms_max=self._wait_ms_max(request, work_ms, now_ms),
+        )
+        promised = f"{self.commitments.seats():.1f} of {room.seats:.0f} seats are promised"
+        if wait_ms is None:
+            return Refuse(
+                Reason.SHED_OVERLOAD,
+                f"`{request.model}` is overloaded ({promised}) and will not have room for this"
+                " workflow in time; send it later with a new deadline",
+                is_final=True,
+            )
+        return Refuse(
+            Reason.SHED_OVERLOAD,
+            f"`{request.model}` is overloaded ({promised}); room is kept for this workflow in"
+            f" {wait_ms / 1000:.1f} s",
+            wait_ms,
+        )
+
+    def _wait_ms_max(self, request: Request, work_ms: float, now_ms: int) -> int:
+        """How long a workflow can wait outside and still end in time. A lone call's time begins anew."""
+        if request.workflow is None:
+            return 2**31
+        return int(request.workflow_deadline_ms - now_ms - work_ms - _pauses_ms(request))
+
+    # ------------------------------------------------------------ what has begun
+
+    def continues(self, request: Request, room: Room, now_ms: int) -> None:
+        """A later step of a workflow has come: what it still needs is known better."""
+        commitment = self._commitment(request, self._work_ms(request, room), now_ms)
+        self.commitments.put(_held_as(request), commitment, now_ms)
+
+    def step_ended(self, request: Request, room: Room, now_ms: int) -> None:
+        """A call of a workflow has ended; the steps after it are still promised."""
+        steps_left = request.steps_expected - request.step - 1
+        if request.workflow is None or steps_left <= 0:
+            self.commitments.end(_held_as(request), now_ms)
+            return
+        work_ms = steps_left * self.seat_time.call_ms(request, room.call_ms)
+        self.commitments.put(_held_as(request), self._commitment(request, work_ms, now_ms), now_ms)
+
+    def dropped(self, request: Request, now_ms: int) -> None:
+        """A workflow that could not begin, or ended."""
+        self.commitments.end(_held_as(request), now_ms)
+
+    def ended(self, *, is_in_time: bool) -> None:
+        """A call that was let in has ended, in time or not."""
+        self._ended += 1
+        self._missed += not is_in_time
+        self._late += not is_in_time
+        self._on_time += is_in_time
+
+    # ------------------------------------------------------------ time
+
+    def tick(self, now_ms: int, stretch_ratio_min: float, stretch_ratio_max: float) -> None:
+        """Several times a second."""
+        self.levels.tick(now_ms)
+        self.commitments.tick(now_ms)
+        self.appointments.tick(now_ms)
+        if now_ms >= self._committed_ms:
+            self._committed_ms = now_ms + COMMITTED_WINDOW_MS
+            self._move_committed()
+        if now_ms < self._stretch_ms:
+            return
+        self._stretch_ms = now_ms + STRETCH_WINDOW_MS
+        if self._ended:
+            is_late = self._missed > MISSED_RATIO_HIGH * self._ended
+            moved = self.stretch_ratio + (-STRETCH_DOWN if is_late else STRETCH_UP)
+            self.stretch_ratio = min(stretch_ratio_max, max(stretch_ratio_min, moved))
+        self._ended = self._missed = 0
+
+    def _move_committed(self) -> None:
+        if self._late > MISSED_RATIO_HIGH * (self._late + self._on_time):
+            self.committed_ratio = max(COMMITTED_RATIO_MIN, self.committed_ratio - COMMITTED_DOWN)
+        elif self._idle_refusals:
+            self.committed_ratio = min(COMMITTED_RATIO_MAX, self.committed_ratio + COMMITTED_UP)
+        self._idle_refusals = self._late = self._on_time = 0
+
+    # ------------------------------------------------------------ inside
+
+    def _work_ms(self, request: Request, room: Room) -> float:
+        steps_left = max(1, request.steps_expected - request.step)
+        return steps_left * self.seat_time.call_ms(request, room.call_ms)
+
+    def _commitment(self, request: Request, work_ms: float, now_ms: int) -> Commitment:
+        deadline_ms = request.workflow_deadline_ms
+        if request.workflow is None:
+            # A lone call is due when its first token is, and holds a seat for its own time.
+            deadline_ms = min(deadline_ms, now_ms + request.ttft_ms_max + int(work_ms))
+        return Commitment(
+            work_ms=work_ms,
+            pauses_ms=_pauses_ms(request),
+            deadline_ms=deadline_ms,
+            lanes=max(1, request.calls_in_flight + 1),
+            priority=request.priority,
+            idle_ms_max=max(IDLE_MS, IDLE_GAPS * request.step_gap_ms),
+            last_ms=now_ms,
+        )
+
+
+def _key(request: Request) -> str:
+    """Who comes back: the workflow, or for a lone call its tenant and prompt."""
+    if request.workflow is not None:
+        return request.workflow
+    return f"{request.tenant}/{request.prefix[-1] if request.prefix else request.prompt_tokens}"
+
+
+def _pauses_ms(request: Request) -> int:
+    return max(0, request.steps_expected - request.step - 1) * request.step_gap_ms
+
+
+def _held_as(request: Request) -> str:
+    return request.workflow or request.id

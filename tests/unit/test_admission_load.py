@@ -1,0 +1,328 @@
+"""Levels, commitments, appointments and the load made of them, one rule at a time."""
+
+import pytest
+
+from controlplane.admission.appointments import (
+    EARLY_MS,
+    GRACE_MS,
+    WAIT_FACTOR,
+    WAIT_MS_MAX,
+    WAIT_MS_MIN,
+    Appointments,
+)
+from controlplane.admission.commitments import IDLE_MS, Commitment, Commitments, SeatTime
+from controlplane.admission.levels import (
+    CALM_MS,
+    RANKS,
+    SHARES,
+    WINDOW_MS,
+    WORTHS,
+    Levels,
+    rank,
+)
+from controlplane.admission.load import PoolLoad, Room
+from controlplane.domain.decision import Reason
+from tests.decision_builders import NOW_MS, call
+
+ROOM = Room(seats=10, call_ms=1_000.0, busy_ratio=1.0)
+
+
+def workflow(number, **changes):
+    fields = {
+        "id": f"r{number}",
+        "workflow": f"w{number}",
+        "steps_expected": 4,
+        "step_gap_ms": 0,
+        "workflow_deadline_ms": NOW_MS + 8_000,
+        "deadline_ms": NOW_MS + 8_000,
+    }
+    return call(**{**fields, **changes})
+
+
+# ---------------------------------------------------------------- ranks and levels
+
+
+def test_priority_outranks_worth_and_worth_the_hash():
+    low_but_dear = rank(call(priority=2, weight=1_000.0, value_micro_usd=10**9), 1.0)
+    high_but_cheap = rank(call(priority=3, weight=0.01, value_micro_usd=1), 1e9)
+    assert high_but_cheap > low_but_dear
+    assert rank(call(value_micro_usd=4_000), 1_000) - rank(call(value_micro_usd=1_000), 1_000) == (
+        4 * SHARES
+    )
+
+
+def test_all_calls_of_a_workflow_have_one_rank():
+    first = call(id="a", workflow="w", step=0)
+    assert rank(first, 100) == rank(call(id="b", workflow="w", step=3), 100)
+    ranks = {rank(call(workflow=f"w{number}"), 100) % SHARES for number in range(400)}
+    assert len(ranks) == SHARES
+
+
+def test_every_rank_is_within_the_ranks():
+    for priority in (-5, 0, 9, 50):
+        for work_ms in (0.0, 1.0, 1e12):
+            for value in (0, 10**15):
+                found = rank(call(priority=priority, value_micro_usd=value), work_ms)
+                assert 0 <= found < RANKS
+
+
+def overloaded_window(levels, now_ms, ranks, wait_ms=1_000):
+    for number in ranks:
+        levels.admits(number)
+    levels.waited(wait_ms, 2_000)
+    levels.tick(now_ms)
+
+
+def test_the_cursor_cuts_from_the_lowest_ranks():
+    levels = Levels()
+    levels.tick(0)
+    ranks = range(1_000, 1_100)
+    overloaded_window(levels, WINDOW_MS, ranks)
+    assert levels.is_overloaded
+    assert [levels.admits(number) for number in (1_004, 1_005, 1_099)] == [False, True, True]
+
+
+def test_the_cursor_comes_down_again_and_the_pool_calms():
+    levels = Levels()
+    levels.tick(0)
+    now_ms = 0
+    for _ in range(5):
+        now_ms += WINDOW_MS
+        overloaded_window(levels, now_ms, range(1_000, 1_100))
+    cut = levels.cursor
+    for _ in range(400):
+        now_ms += WINDOW_MS
+        overloaded_window(levels, now_ms, range(1_000, 1_100), wait_ms=0)
+    assert levels.cursor < cut
+    assert levels.cursor == 0
+    assert not levels.is_overloaded
+
+
+def test_one_lucky_call_does_not_end_an_overload_at_once():
+    levels = Levels()
+    levels.tick(0)
+    overloaded_window(levels, WINDOW_MS, range(100, 200))
+    levels.waited(0, 2_000)
+    levels.tick(2 * WINDOW_MS)
+    assert levels.is_overloaded
+    levels.tick(2 * WINDOW_MS + CALM_MS)
+    assert not levels.is_overloaded
+
+
+def test_a_tick_before_the_window_ends_changes_nothing():
+    levels = Levels()
+    levels.tick(0)
+    levels.admits(5)
+    levels.waited(10_000, 1)
+    levels.tick(WINDOW_MS - 1)
+    assert levels.cursor == 0
+    assert not levels.is_overloaded
+
+
+# ---------------------------------------------------------------- commitments
+
+
+def commitment(**changes):
+    fields = {
+        "work_ms": 4_000.0, "pauses_ms": 2_000, "deadline_ms": 10_000, "lanes": 1, "priority": 5,
+        "idle_ms_max": IDLE_MS, "last_ms": 0,
+    }  # fmt: skip
+    return Commitment(**{**fields, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "now_ms", "seats"),
+    [
+        ({}, 0, 4_000 / (10_000 - 2_000)),
+        ({"deadline_ms": 100_000}, 0, 4_000 / (2 * 6_000 - 2_000)),
+        ({}, 5_000, 1.0),
+        ({"lanes": 3}, 7_000, 3.0),
+        ({}, 10_000, 0.0),
+        ({"deadline_ms": 10**6}, IDLE_MS + 1, 0.0),
+        ({"work_ms": 0.0}, 0, 0.0),
+    ],
+)
+def test_seats_are_work_over_the_time_for_it(changes, now_ms, seats):
+    assert commitment(**changes).seats(now_ms) == pytest.approx(seats)
+
+
+def test_the_sum_follows_what_is_put_and_ended():
+    commitments = Commitments()
+    commitments.put("a", commitment(), 0)
+    commitments.put("b", commitment(priority=9), 0)
+    assert commitments.seats() == pytest.approx(1.0)
+    assert commitments.seats(6) == pytest.approx(0.5)
+    commitments.put("a", commitment(work_ms=0.0), 0)
+    assert commitments.seats() == pytest.approx(0.5)
+    commitments.end("b", 0)
+    commitments.end("b", 0)
+    assert commitments.seats() == 0.0
+
+
+def test_time_passes_at_a_tick():
+    commitments = Commitments()
+    commitments.put("a", commitment(), 0)
+    commitments.tick(4_000)
+    assert commitments.seats() == pytest.approx(1.0)
+    commitments.tick(10_000)
+    assert len(commitments) == 0
+
+
+def test_seat_time_is_learned_in_proportion_to_the_work():
+    seat_time = SeatTime()
+    short = call(prompt_tokens=1, completion_tokens_expected=100)
+    assert seat_time.call_ms(short, 777.0) == 777.0
+    seat_time.learn(short, 1_000.0)
+    double = call(prompt_tokens=1, completion_tokens_expected=200)
+    assert seat_time.call_ms(double, 777.0) == pytest.approx(2_000.0, rel=0.01)
+
+
+# ---------------------------------------------------------------- appointments
+
+
+def book(appointments, key, tier=0, work_ms=1_000.0, now_ms=0, most=10**9, seats_free=1.0):
+    return appointments.book(
+        key, work_ms=work_ms, seats=0.5, tier=tier, seats_free=seats_free, now_ms=now_ms,
+        wait_ms_max=most,
+    )  # fmt: skip
+
+
+def test_who_books_later_comes_later_and_who_is_worth_more_sooner():
+    appointments = Appointments()
+    each = WAIT_FACTOR * 1_000
+    assert book(appointments, "a") == WAIT_MS_MIN + each
+    assert book(appointments, "b") == WAIT_MS_MIN + 2 * each
+    assert book(appointments, "c", tier=1) == WAIT_MS_MIN + each
+    assert book(appointments, "d") == WAIT_MS_MIN + 4 * each
+    assert appointments.seats(0) == 2.0
+    assert appointments.seats(1) == 0.5
+    assert appointments.tier_highest == 1
+
+
+def test_an_appointment_is_due_a_little_early_and_kept_once():
+    appointments = Appointments()
+    wait_ms = book(appointments, "a")
+    assert not appointments.is_due("a", wait_ms - EARLY_MS - 1)
+    assert appointments.is_due("a", wait_ms - EARLY_MS)
+    appointments.keep("a")
+    appointments.keep("a")
+    assert (appointments.kept, len(appointments), appointments.tier_highest) == (1, 0, -1)
+    assert not appointments.is_due("a", wait_ms)
+
+
+def test_who_comes_too_early_is_told_the_rest_of_the_same_wait():
+    appointments = Appointments()
+    wait_ms = book(appointments, "a", work_ms=10_000.0)
+    assert book(appointments, "a", now_ms=5_000) == wait_ms - 5_000
+    assert len(appointments) == 1
+
+
+def test_who_does_not_come_is_forgotten():
+    appointments = Appointments()
+    wait_ms = book(appointments, "a")
+    appointments.tick(wait_ms + GRACE_MS)
+    assert len(appointments) == 1
+    appointments.tick(2 * wait_ms + GRACE_MS)
+    assert (appointments.missed, len(appointments)) == (1, 0)
+    assert appointments.work_ms(0) == 0.0
+
+
+def test_no_time_is_named_that_is_too_late():
+    appointments = Appointments()
+    assert book(appointments, "a", most=WAIT_MS_MIN) is None
+    assert book(appointments, "a", work_ms=float(WAIT_MS_MAX)) is None
+    assert len(appointments) == 0
+
+
+# ---------------------------------------------------------------- the load of a pool
+
+
+def test_workflows_begin_until_the_seats_are_promised():
+    load = PoolLoad(2.5)
+    begun = 0
+    while load.may_begin(workflow(begun), ROOM, NOW_MS) is None:
+        begun += 1
+    # Each needs 4 s of a seat within 8 s; 95 % of 10 seats are promised.
+    assert begun == 19
+    refused = load.may_begin(workflow(100), ROOM, NOW_MS)
+    assert refused.reason is Reason.SHED_OVERLOAD
+    assert not refused.is_final or refused.retry_after_ms is None
+
+
+def test_a_refusal_without_time_to_wait_is_final():
+    load = PoolLoad(2.5)
+    for number in range(40):
+        load.may_begin(workflow(number), ROOM, NOW_MS)
+    refused = load.may_begin(workflow(100, workflow_deadline_ms=NOW_MS + 4_000), ROOM, NOW_MS)
+    assert refused.is_final
+    assert refused.retry_after_ms is None
+
+
+def test_higher_priority_begins_where_lower_has_filled_the_pool():
+    load = PoolLoad(2.5)
+    for number in range(40):
+        load.may_begin(workflow(number, priority=2), ROOM, NOW_MS)
+    assert load.may_begin(workflow(100, priority=2), ROOM, NOW_MS) is not None
+    assert load.may_begin(workflow(101, priority=9), ROOM, NOW_MS) is None
+
+
+def test_who_was_told_a_time_goes_before_who_comes_first():
+    load = PoolLoad(2.5)
+    for number in range(19):
+        load.may_begin(workflow(number), ROOM, NOW_MS)
+    late = NOW_MS + 200_000
+    told = load.may_begin(workflow(50, workflow_deadline_ms=late), ROOM, NOW_MS)
+    for number in range(2):
+        load.dropped(workflow(number), NOW_MS)
+    back_ms = NOW_MS + told.retry_after_ms
+    # Two seats' worth is free: the newcomer's and the returning one's. The third is one too many.
+    new = workflow(60, workflow_deadline_ms=back_ms + 8_000)
+    other = workflow(61, workflow_deadline_ms=back_ms + 8_000)
+    assert load.may_begin(new, ROOM, NOW_MS) is None
+    assert load.may_begin(other, ROOM, NOW_MS) is not None
+    assert load.may_begin(workflow(50, workflow_deadline_ms=late), ROOM, back_ms) is None
+
+
+def test_what_ends_gives_its_promise_back():
+    load = PoolLoad(2.5)
+    first = workflow(1, workflow_deadline_ms=NOW_MS + 5_000)
+    assert load.may_begin(first, ROOM, NOW_MS) is None
+    before = load.commitments.seats()
+    load.step_ended(first, ROOM, NOW_MS)
+    assert 0.0 < load.commitments.seats() < before
+    last = workflow(1, step=3, is_begun=True)
+    load.continues(last, ROOM, NOW_MS)
+    load.step_ended(last, ROOM, NOW_MS)
+    assert load.commitments.seats() == 0.0
+
+
+def test_a_pool_takes_one_that_is_larger_than_itself():
+    load = PoolLoad(2.5)
+    huge = workflow(1, steps_expected=1_000)
+    assert load.may_begin(huge, Room(0.5, 1_000.0, 0.0), NOW_MS) is None
+
+
+def test_the_price_is_what_the_first_in_waiting_offers():
+    load = PoolLoad(2.5)
+    assert load.price_micro_usd_per_s == 0.0
+    for number in range(60):
+        load.may_begin(
+            workflow(number, workflow_deadline_ms=NOW_MS + 60_000, value_micro_usd=4_096_000),
+            ROOM,
+            NOW_MS,
+        )
+    # 4,096,000 micro-dollars for 4 s of a seat, told apart by half a doubling.
+    assert load.price_micro_usd_per_s == pytest.approx(1_024_000, rel=0.5)
+    assert load.appointments.tier_highest // WORTHS == 5
+
+
+def test_stretch_falls_while_promises_are_broken_and_rises_again():
+    load = PoolLoad(2.5)
+    for second in range(0, 60, 5):
+        load.ended(is_in_time=False)
+        load.tick(second * 1_000, 1.5, 2.5)
+    assert load.stretch_ratio == pytest.approx(1.5)
+    for second in range(60, 600, 5):
+        load.ended(is_in_time=True)
+        load.tick(second * 1_000, 1.5, 2.5)
+    assert load.stretch_ratio == pytest.approx(2.5)
