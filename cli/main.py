@@ -8,6 +8,9 @@ import typer
 from cli import (
     agent,
     apply,
+    audit,
+    breakers,
+    budgets,
     commands,
     db,
     engines,
@@ -24,6 +27,7 @@ from cli import (
     workflows,
 )
 from cli.demo import command as demo
+from cli.policy import command as policy
 
 app = typer.Typer(
     name="headway",
@@ -54,6 +58,10 @@ for _name, _group in (
     ("workflows", workflows),
     ("requests", requests),
     ("commands", commands),
+    ("policy", policy),
+    ("breaker", breakers),
+    ("budgets", budgets),
+    ("audit", audit),
 ):
     app.add_typer(_group.app, name=_name, rich_help_panel=_OPERATION)
 app.command("version")(version.version)

@@ -6,7 +6,7 @@ import gc
 import logging
 import secrets
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -30,15 +30,19 @@ from controlplane.runtime.credits import CreditKeeper
 from controlplane.runtime.decision_log import DecisionLog
 from controlplane.runtime.estimates import Estimates
 from controlplane.runtime.fleet_state import FleetState
+from controlplane.runtime.idempotency import Idempotency
 from controlplane.runtime.intake import Intake
 from controlplane.runtime.loops import Leadership, Loops
+from controlplane.runtime.policy_state import PolicyState
+from controlplane.runtime.pool_loads import PoolLoads
 from controlplane.runtime.principals import Principals
 from controlplane.runtime.queue_pump import QueuePump
+from controlplane.runtime.rate_limits import RateLimits
 from controlplane.runtime.workflow_state import WorkflowStates
 from controlplane.scheduler.prefix_index import PrefixIndex
 from controlplane.scheduler.tick_log import TickLog
 from controlplane.settings import Settings
-from controlplane.store import replicas
+from controlplane.store import breakers, replicas
 from controlplane.store.catalog import load_catalog
 from controlplane.store.journal import Journal
 from controlplane.store.session import make_engine
@@ -46,7 +50,7 @@ from controlplane.telemetry.metrics import Metrics
 from controlplane.telemetry.observer import GateObserver
 from controlplane.telemetry.otlp import OtlpMetrics, resource_of, span_processor
 from controlplane.telemetry.tracing import Tracing
-from policies.load import load_bundle
+from policies.load import bundle_of, files_of
 
 log = logging.getLogger(__name__)
 
@@ -71,17 +75,33 @@ class Replica:
     app: HotPath
 
 
-async def _until_reachable(engine: AsyncEngine, replica_id: ReplicaId, fleet: FleetState) -> None:
-    """Register and read the catalogue, as soon as Postgres is there."""
+async def _until_reachable(
+    engine: AsyncEngine,
+    replica_id: ReplicaId,
+    fleet: FleetState,
+    *,
+    files: Mapping[str, str],
+    where: str,
+    metrics: Metrics,
+) -> PolicyState:
+    """Register, read the catalogue and the policies that rule, as soon as Postgres is there."""
     while True:
         try:
             await replicas.register(engine, replica_id)
             fleet.use_catalog(await load_catalog(engine))
+            fleet.use_overrides(await breakers.load(engine))
+            return await PolicyState.start(
+                engine, files, where=where, replica_id=replica_id, metrics=metrics
+            )
         except StateUnavailable as error:
             log.warning("waiting_for_postgres", extra={"fields": {"why": str(error)}})
             await asyncio.sleep(START_RETRY_S)
-        else:
-            return
+
+
+def _where(settings: Settings) -> str:
+    return (
+        "the policies that ship" if settings.policies_path is None else str(settings.policies_path)
+    )
 
 
 @asynccontextmanager
@@ -91,15 +111,23 @@ async def running_replica(settings: Settings) -> AsyncIterator[Replica]:
     Raises ConfigurationError when the policy bundle can not be used.
     """
     replica_id = ReplicaId(secrets.token_hex(4))
-    bundle = load_bundle(settings.policies_path)
+    files = files_of(settings.policies_path)
+    bundle_of(files)
     metrics = Metrics()
     database_url = settings.database_url.get_secret_value()
     pepper = settings.pepper.get_secret_value().encode()
     async with AsyncExitStack() as stack:
         engine = make_engine(database_url)
         stack.push_async_callback(engine.dispose)
-        fleet = FleetState(PrefixIndex(), TickLog())
-        await _until_reachable(engine, replica_id, fleet)
+        fleet = FleetState(
+            PrefixIndex(),
+            TickLog(),
+            engine_ramp_ms=settings.engine_ramp_s * 1000.0,
+            pool_ramp_ms=settings.pool_ramp_s * 1000.0,
+        )
+        policies = await _until_reachable(
+            engine, replica_id, fleet, files=files, where=_where(settings), metrics=metrics
+        )
 
         journal = Journal(database_url)
         accounts = Accounts(engine, replica_id, settings.budget_slice_micro_usd)
@@ -124,20 +152,24 @@ async def running_replica(settings: Settings) -> AsyncIterator[Replica]:
             fleet=fleet,
             workflows=workflows,
             estimates=estimates,
-            bundle=bundle,
+            policy_for=policies.policy_for,
+            ruled=policies.shadow,
         )
+        loads = PoolLoads(fleet, policies.policy.bundle.admission)
         gate = Gate(
             replica_id=replica_id,
             fleet=fleet,
             accounts=accounts,
             principals=principals,
             workflows=workflows,
+            policies=policies,
             intake=intake,
             journal=journal,
             decisions=decisions,
             estimates=estimates,
             pump=pump,
-            bundle=bundle,
+            rates=RateLimits(),
+            loads=loads,
             observer=GateObserver(metrics),
         )
         gauges.watch(metrics, gate, journal)
@@ -151,7 +183,7 @@ async def running_replica(settings: Settings) -> AsyncIterator[Replica]:
             accounts=accounts,
             principals=principals,
             decisions=decisions,
-            pump=pump,
+            gate=gate,
             leader=leader,
             replica_id=replica_id,
             replica_ttl_s=settings.replica_ttl_s,
@@ -173,7 +205,15 @@ async def running_replica(settings: Settings) -> AsyncIterator[Replica]:
             bus=bus,
             leader=leader,
         )
-        app = HotPath(gate, upstream, metrics, create_app(services), tracing=tracing)
+        idempotency = Idempotency(engine, replica_id)
+        app = HotPath(
+            gate,
+            upstream,
+            metrics,
+            create_app(services),
+            tracing=tracing,
+            idempotency=idempotency,
+        )
 
         async def converse() -> None:
             await bus.connect()
@@ -193,6 +233,7 @@ async def running_replica(settings: Settings) -> AsyncIterator[Replica]:
             await keeper.give_back()
             await _end(tasks)
             await journal.drain(JOURNAL_DRAIN_S_MAX)
+            await idempotency.drain(JOURNAL_DRAIN_S_MAX)
             with contextlib.suppress(StateUnavailable):
                 await accounts.surrender_all()
                 await replicas.retire(engine, replica_id)

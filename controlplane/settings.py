@@ -25,6 +25,9 @@ class Settings(BaseSettings):
     replica_ttl_s: Annotated[float, Field(gt=0)] = 6.0
     leader_ttl_s: Annotated[float, Field(gt=0)] = 6.0
     node_silence_s_max: Annotated[float, Field(gt=0)] = 4.0
+    # How long an engine that came back, and a pool of which every engine is new, take to full load.
+    engine_ramp_s: Annotated[float, Field(ge=0)] = 30.0
+    pool_ramp_s: Annotated[float, Field(ge=0)] = 60.0
     queue_calls_max: Annotated[int, Field(ge=0)] = 1024
     queue_bytes_max: Annotated[int, Field(ge=0)] = 256 * 1024 * 1024
     queue_wait_ms_max: Annotated[int, Field(ge=0)] = 30_000

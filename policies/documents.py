@@ -1,10 +1,20 @@
 """Shapes of policy documents. Unknown keys are refused: a misspelt limit would be no limit."""
 
-from typing import Annotated, Literal
+from collections.abc import Iterable
+from enum import StrEnum
+from typing import Annotated, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    field_validator,
+    model_validator,
+)
 
 from controlplane.domain.catalog import Scope
+from policies.facts import from_json
 
 NAME_PATTERN = r"^[a-z0-9][a-z0-9._-]{0,62}$"
 # Globs over model names, which may hold a slash.
@@ -12,12 +22,24 @@ GLOB_PATTERN = r"^[A-Za-z0-9._/*?:@+-]{1,255}$"
 RULES_MAX = 512
 NAMES_MAX = 256
 TOKENS_MAX = 10_000_000
+CASES_MAX = 64
+ANNOTATIONS_MAX = 16
+EXPRESSION_BYTES_MAX = 4_096
+# Texts of rules end up in headers: printable ASCII, no line breaks.
+TEXT_PATTERN = r"^[\x20-\x7e]{1,300}$"
+RETRY_AFTER_MS_MAX = 3_600_000
+WAIT_S_MAX = 7 * 86_400
+HOURS_PER_DAY = 24
 
 Name = Annotated[str, StringConstraints(pattern=NAME_PATTERN)]
 Glob = Annotated[str, StringConstraints(pattern=GLOB_PATTERN)]
 Names = Annotated[tuple[Name, ...], Field(min_length=1, max_length=NAMES_MAX)]
 Globs = Annotated[tuple[Glob, ...], Field(min_length=1, max_length=NAMES_MAX)]
 Tokens = Annotated[int, Field(ge=1, le=TOKENS_MAX)]
+Line = Annotated[str, StringConstraints(pattern=TEXT_PATTERN)]
+Hour = Annotated[int, Field(ge=0, le=HOURS_PER_DAY)]
+Weekday = Annotated[int, Field(ge=0, le=6)]
+Priority = Annotated[int, Field(ge=0, le=9)]
 
 
 class _Document(BaseModel):
@@ -55,13 +77,17 @@ class Entitlements(_Document):
 
     @model_validator(mode="after")
     def _names_are_unique(self) -> "Entitlements":
-        seen: set[str] = set()
-        for rule in self.rules:
-            if rule.name in seen:
-                msg = f"the rule name `{rule.name}` is used twice; names are how denials are told"
-                raise ValueError(msg)
-            seen.add(rule.name)
+        _refuse_twice("rule", (rule.name for rule in self.rules))
         return self
+
+
+def _refuse_twice(what: str, names: Iterable[str]) -> None:
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            msg = f"the {what} name `{name}` is used twice; names are how denials are told"
+            raise ValueError(msg)
+        seen.add(name)
 
 
 class ResponseCache(_Document):
@@ -137,13 +163,28 @@ class SloDefaults(_Document):
     by_scope: dict[Scope, Name | None]
 
 
+class QueueClass(_Document):
+    """A class of waiting calls: its share among the classes, and the highest priority in it."""
+
+    weight: Annotated[float, Field(gt=0, le=1_000)]
+    priority_max: Priority
+
+
+QUEUE_CLASSES: Final = {
+    "interactive": QueueClass(weight=8, priority_max=9),
+    "standard": QueueClass(weight=4, priority_max=9),
+    "batch": QueueClass(weight=1, priority_max=2),
+}
+
+
 class Admission(_Document):
     """How calls wait and who is refused when capacity is short.
 
     `order`: by the workflow's deadline, or by arrival. `tpot_stretch_ratio_max` and
     `tpot_stretch_ratio_min` bound how far calls in flight may stretch the time per token of an empty
     engine, at rest and under overload. `is_shedding: false` turns levels and commitments off.
-    `is_bounding: false` leaves engines without a bound of ours on calls in flight.
+    `is_bounding: false` leaves engines without a bound of ours on calls in flight. `queue_classes` are
+    the classes that rules can put a call into.
     """
 
     kind: Literal["admission"]
@@ -153,9 +194,205 @@ class Admission(_Document):
     is_bounding: bool = True
     tpot_stretch_ratio_max: Annotated[float, Field(gt=1, le=10)] = 2.5
     tpot_stretch_ratio_min: Annotated[float, Field(gt=1, le=10)] = 1.5
+    queue_classes: Annotated[dict[Name, QueueClass], Field(min_length=1, max_length=NAMES_MAX)] = (
+        QUEUE_CLASSES
+    )
 
 
-Document = Entitlements | TenantClasses | Scopes | SloDefaults | Admission
+class Phase(StrEnum):
+    """When a rule is asked: a call arrives, a step of a workflow does, a call is about to be sent to
+    an engine, or a stream has gone on for some tokens.
+    """
+
+    ADMIT = "admit"
+    DISPATCH = "dispatch"
+    STEP = "step"
+    STREAM = "stream"
+
+
+class Level(StrEnum):
+    """Whether rules decide, only warn the client, are only recorded, or are not asked."""
+
+    ENFORCE = "enforce"
+    WARN = "warn"
+    AUDIT = "audit"
+    OFF = "off"
+
+
+class Shed(_Document):
+    """Refused for load; the client may come back after `retry_after_ms`."""
+
+    retry_after_ms: Annotated[int, Field(ge=1, le=RETRY_AFTER_MS_MAX)]
+
+
+class Clamp(_Document):
+    """Lowers what was asked for. Only given bounds hold."""
+
+    max_tokens: Tokens | None = None
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
+
+    @model_validator(mode="after")
+    def _bounds_something(self) -> "Clamp":
+        if self.max_tokens is None and self.n is None:
+            msg = "bounds nothing; give max_tokens or n"
+            raise ValueError(msg)
+        return self
+
+
+class Route(_Document):
+    """Where the call goes: only these regions and GPU types, or another model. A pool is a model in a
+    region: name both.
+    """
+
+    regions: Names | None = None
+    gpu_types: Names | None = None
+    model: Glob | None = None
+
+    @model_validator(mode="after")
+    def _goes_somewhere(self) -> "Route":
+        if self.regions is None and self.gpu_types is None and self.model is None:
+            msg = "goes nowhere; give regions, gpu_types or model"
+            raise ValueError(msg)
+        if self.model is not None and ("*" in self.model or "?" in self.model):
+            msg = "a route names one model; write its name without `*` and `?`"
+            raise ValueError(msg)
+        return self
+
+
+class Window(_Document):
+    """Hours of the day, from and up to (22 to 6 goes over midnight), on some weekdays (0 is Monday). UTC."""
+
+    hours: tuple[Hour, Hour] = (0, HOURS_PER_DAY)
+    weekdays: Annotated[tuple[Weekday, ...], Field(min_length=1, max_length=7)] | None = None
+
+    @model_validator(mode="after")
+    def _is_a_window(self) -> "Window":
+        first, end = self.hours
+        if first == end:
+            msg = "the window has no hours; give two different ones"
+            raise ValueError(msg)
+        return self
+
+    def hours_open(self) -> frozenset[int]:
+        first, end = self.hours
+        length = (end - first) % HOURS_PER_DAY or HOURS_PER_DAY
+        return frozenset((first + offset) % HOURS_PER_DAY for offset in range(length))
+
+    def weekdays_open(self) -> frozenset[int]:
+        return frozenset(range(7) if self.weekdays is None else self.weekdays)
+
+
+class Postpone(_Document):
+    """Waits for a window of time, or for idle capacity, there for `max_wait_s` seconds at most."""
+
+    until: Literal["idle"] | Window
+    max_wait_s: Annotated[int, Field(ge=1, le=WAIT_S_MAX)] | None = None
+
+    @model_validator(mode="after")
+    def _idle_has_an_end(self) -> "Postpone":
+        if (self.until == "idle") != (self.max_wait_s is not None):
+            msg = "max_wait_s belongs to `until: idle`, and is needed there; mend one of them"
+            raise ValueError(msg)
+        return self
+
+
+class Case(_Document):
+    """A test of a rule: with `given` attributes, and the usual value of all others, it fires or not."""
+
+    name: Name
+    given: dict[str, int | str | bool] = {}
+    fires: bool
+
+    @model_validator(mode="after")
+    def _facts_are_facts(self) -> "Case":
+        from_json(self.given)
+        return self
+
+
+EFFECTS: Final = (
+    "deny", "shed", "queue_class", "clamp", "route", "priority", "reserve_permille", "defer", "warn",
+    "annotate",
+)  # fmt: skip
+# What can still be done at each phase: a call on its way can not be lowered any more.
+EFFECTS_BY_PHASE: Final[dict[Phase, frozenset[str]]] = {
+    Phase.ADMIT: frozenset(EFFECTS),
+    Phase.STEP: frozenset(EFFECTS) - {"shed"},
+    Phase.DISPATCH: frozenset({"deny", "priority", "route", "annotate"}),
+    Phase.STREAM: frozenset({"deny", "annotate"}),
+}
+
+
+class Rule(_Document):
+    """When the condition `when` (CEL) holds, the effects do. `message` is told to who is refused."""
+
+    name: Name
+    phase: Phase
+    when: Annotated[str, Field(min_length=1)]
+    deny: Literal[True] | None = None
+    shed: Shed | None = None
+    queue_class: Name | None = None
+    clamp: Clamp | None = None
+    route: Route | None = None
+    priority: Priority | None = None
+    reserve_permille: Annotated[int, Field(ge=1, le=1_000)] | None = None
+    defer: Postpone | None = None
+    warn: Line | None = None
+    annotate: dict[Name, Line] | None = Field(None, min_length=1, max_length=ANNOTATIONS_MAX)
+    message: Line
+    tests: Annotated[tuple[Case, ...], Field(min_length=2, max_length=CASES_MAX)]
+
+    @field_validator("when", mode="before")
+    @classmethod
+    def _true_is_a_condition(cls, value: object) -> object:
+        # YAML reads a plain `true` as a value of its own.
+        return str(value).lower() if isinstance(value, bool) else value
+
+    @property
+    def effects(self) -> tuple[str, ...]:
+        return tuple(name for name in EFFECTS if getattr(self, name) is not None)
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> "Rule":
+        if len(self.when.encode(errors="replace")) > EXPRESSION_BYTES_MAX:
+            msg = f"`when` is over {EXPRESSION_BYTES_MAX:,} bytes; split the rule"
+            raise ValueError(msg)
+        if not self.effects:
+            msg = f"has no effect; give one of {', '.join(EFFECTS)}"
+            raise ValueError(msg)
+        late = [name for name in self.effects if name not in EFFECTS_BY_PHASE[self.phase]]
+        if late:
+            can = ", ".join(name for name in EFFECTS if name in EFFECTS_BY_PHASE[self.phase])
+            msg = f"`{late[0]}` can not be done at phase {self.phase}; use {can}, or another phase"
+            raise ValueError(msg)
+        _refuse_twice("test", (case.name for case in self.tests))
+        if {case.fires for case in self.tests} != {True, False}:
+            msg = "needs a test in which it fires and one in which it does not; add the other"
+            raise ValueError(msg)
+        return self
+
+
+class Rules(_Document):
+    """Rules that stand or fall together: one level for all. A bundle may hold many of these documents."""
+
+    kind: Literal["rules"]
+    version: Literal[1]
+    name: Name
+    level: Level
+    rules: Annotated[tuple[Rule, ...], Field(min_length=1, max_length=RULES_MAX)]
+
+    @field_validator("level", mode="before")
+    @classmethod
+    def _off_is_a_word(cls, value: object) -> object:
+        # YAML reads a plain `off` as false.
+        return Level.OFF.value if value is False else value
+
+    @model_validator(mode="after")
+    def _names_are_unique(self) -> "Rules":
+        _refuse_twice("rule", (rule.name for rule in self.rules))
+        return self
+
+
+Document = Entitlements | TenantClasses | Scopes | SloDefaults | Admission | Rules
 
 DOCUMENTS: dict[str, type[Document]] = {
     "entitlements": Entitlements,
@@ -163,4 +400,5 @@ DOCUMENTS: dict[str, type[Document]] = {
     "scopes": Scopes,
     "slo_defaults": SloDefaults,
     "admission": Admission,
+    "rules": Rules,
 }

@@ -1,12 +1,12 @@
 """Reads a folder of policy documents, checks it as a whole, and hashes it to a revision.
 
-A bundle that has an error is not loaded at all; the error says file, line, path and remedy.
+A bundle that has an error is not loaded at all; the error says file, line, path or column, and remedy.
 """
 
 import hashlib
 import json
-from collections.abc import Hashable
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -14,11 +14,14 @@ import yaml
 from pydantic import ValidationError
 
 from controlplane.domain.errors import ConfigurationError
+from policies.check import check
+from policies.compiled import RuleFlaw
 from policies.documents import (
     DOCUMENTS,
     Admission,
     Document,
     Entitlements,
+    Rules,
     Scopes,
     SloDefaults,
     TenantClasses,
@@ -31,11 +34,31 @@ FILE_BYTES_MAX: Final = 1024 * 1024
 ERRORS_TOLD_MAX: Final = 8
 
 _KINDS: Final = ", ".join(f"`{kind}`" for kind in DOCUMENTS)
+# Of these there is exactly one document in a bundle.
+_SINGLE_KINDS: Final = tuple(kind for kind in DOCUMENTS if kind != "rules")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What checking the rules told: how many, on how many inputs, and the slowest hundredth of asking
+    all rules of all phases once. `notes` are what works and could be better.
+    """
+
+    rules: int
+    inputs: int
+    p99_us: int
+    notes: tuple[str, ...]
+
+
+NOTHING_TRIED: Final = Report(rules=0, inputs=0, p99_us=0, notes=())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bundle:
-    """A checked set of documents. `revision` is the SHA-256 of their meaning: comments do not count."""
+    """A checked set of documents. `revision` is the SHA-256 of their meaning: comments do not count.
+
+    `rules` are in the order of their names; `files` are the texts that the bundle was read from.
+    """
 
     revision: str
     entitlements: Entitlements
@@ -43,6 +66,19 @@ class Bundle:
     scopes: Scopes
     slo_defaults: SloDefaults
     admission: Admission
+    rules: tuple[Rules, ...] = ()
+    files: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
+    report: Report = field(default=NOTHING_TRIED, repr=False, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """A document and where it was read from."""
+
+    file: str
+    text: str
+    root: yaml.Node | None
+    document: Document
 
 
 def load_bundle(path: Path | None) -> Bundle:
@@ -51,30 +87,67 @@ def load_bundle(path: Path | None) -> Bundle:
     Raises ConfigurationError.
     """
     folder = DEFAULT_FOLDER if path is None else path
-    found: dict[str, tuple[Path, Document]] = {}
-    for file in _files(folder):
-        document = _read(file)
-        earlier = found.get(document.kind)
-        if earlier is not None:
+    return bundle_of(files_of(path), where=str(folder))
+
+
+def files_of(folder: Path | None) -> dict[str, str]:
+    """Texts of the documents in a folder, or of those that ship, by file name.
+
+    Raises ConfigurationError.
+    """
+    texts: dict[str, str] = {}
+    for file in _files(DEFAULT_FOLDER if folder is None else folder):
+        try:
+            size = file.stat().st_size
+            if size > FILE_BYTES_MAX:
+                raise _too_large(str(file), size)
+            texts[file.name] = file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
             raise ConfigurationError(
-                f"{file}: a document of kind `{document.kind}` is in {earlier[0].name} already;"
-                " merge the two files"
-            )
-        found[document.kind] = (file, document)
-    documents: list[Document] = []
-    for kind in DOCUMENTS:
-        if kind not in found:
+                f"{file}: can not be read ({error}); make it readable UTF-8 text"
+            ) from error
+    return texts
+
+
+def bundle_of(files: Mapping[str, str], where: str = "") -> Bundle:
+    """The bundle of documents given as texts by file name; `where` they are from is told in errors.
+
+    Raises ConfigurationError.
+    """
+    prefix = f"{where}/" if where else ""
+    if len(files) > FILES_MAX:
+        raise ConfigurationError(
+            f"{where or 'the bundle'}: {len(files)} files are over the limit of {FILES_MAX};"
+            " merge some"
+        )
+    sources = [_read(f"{prefix}{name}", files[name]) for name in sorted(files)]
+    single: dict[str, _Source] = {}
+    rules: dict[str, _Source] = {}
+    for source in sources:
+        document = source.document
+        known, key = (
+            (rules, document.name) if isinstance(document, Rules) else (single, document.kind)
+        )
+        if key in known:
+            raise ConfigurationError(_second(source, known[key]))
+        known[key] = source
+    for kind in _SINGLE_KINDS:
+        if kind not in single:
             raise ConfigurationError(
-                f"{folder}: no document of kind `{kind}`; add one, for example a copy of"
-                f" {DEFAULT_FOLDER.name}/{kind}.yaml of the policies that ship"
+                f"{where or 'the bundle'}: no document of kind `{kind}`; add one, for example a"
+                f" copy of {DEFAULT_FOLDER.name}/{kind}.yaml of the policies that ship"
             )
-        documents.append(found[kind][1])
-    entitlements, tenant_classes, scopes, slo_defaults, admission = documents
+    entitlements, tenant_classes, scopes, slo_defaults, admission = (
+        single[kind].document for kind in _SINGLE_KINDS
+    )
     assert isinstance(entitlements, Entitlements)
     assert isinstance(tenant_classes, TenantClasses)
     assert isinstance(scopes, Scopes)
     assert isinstance(slo_defaults, SloDefaults)
     assert isinstance(admission, Admission)
+    named = [rules[name] for name in sorted(rules)]
+    report = _checked(named, admission)
+    documents = [source.document for source in [*single.values(), *named]]
     return Bundle(
         revision=_revision(documents),
         entitlements=entitlements,
@@ -82,6 +155,25 @@ def load_bundle(path: Path | None) -> Bundle:
         scopes=scopes,
         slo_defaults=slo_defaults,
         admission=admission,
+        rules=_rules_of(named),
+        files=dict(files),
+        report=report,
+    )
+
+
+# ---------------------------------------------------------------- files
+
+
+def _second(source: _Source, earlier: _Source) -> str:
+    name = earlier.file.rpartition("/")[2]
+    if isinstance(source.document, Rules):
+        return (
+            f"{source.file}: rules named `{source.document.name}` are in {name} already;"
+            " give one of them another name"
+        )
+    return (
+        f"{source.file}: a document of kind `{source.document.kind}` is in {name} already;"
+        " merge the two files"
     )
 
 
@@ -98,28 +190,32 @@ def _files(folder: Path) -> list[Path]:
     return files
 
 
-def _read(file: Path) -> Document:
-    """One checked document."""
-    try:
-        size = file.stat().st_size
-        if size > FILE_BYTES_MAX:
-            raise ConfigurationError(
-                f"{file}: {size:,} bytes are over the limit of {FILE_BYTES_MAX:,}; split the file"
-            )
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(
-            f"{file}: can not be read ({error}); make it readable UTF-8 text"
-        ) from error
+def _too_large(file: str, size: int) -> ConfigurationError:
+    return ConfigurationError(
+        f"{file}: {size:,} bytes are over the limit of {FILE_BYTES_MAX:,}; split the file"
+    )
+
+
+def _read(file: str, text: str) -> _Source:
+    """One document, checked by itself."""
+    size = len(text.encode(errors="replace"))
+    if size > FILE_BYTES_MAX:
+        raise _too_large(file, size)
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         _refuse_surprises(file, text, root)
-        content = yaml.safe_load(text)
+        content = None if root is None else yaml.SafeLoader("").construct_document(root)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         where = "" if mark is None else f":{mark.line + 1}"
+        # A condition that begins with `!` looks like a tag.
+        remedy = (
+            "put the value in quotes"
+            if "for the tag" in str(error.problem)
+            else "mend the syntax there"
+        )
         raise ConfigurationError(
-            f"{file}{where}: not valid YAML: {error.problem}; mend the syntax there"
+            f"{file}{where}: not valid YAML: {error.problem}; {remedy}"
         ) from error
     except (yaml.YAMLError, RecursionError) as error:
         raise ConfigurationError(f"{file}: not valid YAML: {error}; mend the syntax") from error
@@ -132,14 +228,15 @@ def _read(file: Path) -> Document:
     if shape is None:
         raise ConfigurationError(f"{file}: the kind `{kind}` is not known; use one of {_KINDS}")
     try:
-        return shape.model_validate_json(json.dumps(content), strict=True)
+        document = shape.model_validate_json(json.dumps(content), strict=True)
     except (ValidationError, TypeError, ValueError) as error:
         raise ConfigurationError(_told(file, root, error)) from error
+    return _Source(file, text, root, document)
 
 
-def _refuse_surprises(file: Path, text: str, root: yaml.Node | None) -> None:
+def _refuse_surprises(file: str, text: str, root: yaml.Node | None) -> None:
     """Duplicate keys, of which YAML keeps the last silently, and aliases, which can grow without end."""
-    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+    for event in yaml.parse(text, Loader=yaml.SafeLoader) if "*" in text else ():
         if isinstance(event, yaml.AliasEvent):
             raise ConfigurationError(
                 f"{file}:{_line_at(event.start_mark)}: aliases (`*{event.anchor}`) are not"
@@ -164,18 +261,24 @@ def _refuse_surprises(file: Path, text: str, root: yaml.Node | None) -> None:
                 seen.add(key.value)
 
 
-def _told(file: Path, root: yaml.Node | None, error: Exception) -> str:
+def _told(file: str, root: yaml.Node | None, error: Exception) -> str:
     """Every error with file, line, path and remedy."""
     if not isinstance(error, ValidationError):
         return f"{file}: {error}; use plain values: text, numbers, true, false, null, lists, maps"
     lines: list[str] = []
-    for entry in error.errors(include_url=False)[:ERRORS_TOLD_MAX]:
+    entries = error.errors(include_url=False)
+    wrong = {entry["loc"][:length] for entry in entries for length in range(len(entry["loc"]))}
+    # A list of which a part is wrong is called too short as well.
+    entries = [
+        entry for entry in entries if entry["type"] != "too_short" or entry["loc"] not in wrong
+    ]
+    for entry in entries[:ERRORS_TOLD_MAX]:
         path = entry["loc"]
         shown = ".".join(str(part) for part in path if part != "[key]") or "the document"
         lines.append(
             f"{file}:{_line(root, path)}: `{shown}`: {_remedy(entry['type'], entry['msg'])}"
         )
-    rest = error.error_count() - len(lines)
+    rest = len(entries) - len(lines)
     if rest > 0:
         lines.append(f"{file}: and {rest} more")
     return "\n".join(lines)
@@ -221,6 +324,95 @@ def _line(root: yaml.Node | None, path: tuple[int | str, ...]) -> int:
     return line
 
 
-def _revision(documents: list[Document]) -> str:
-    content = {document.kind: document.model_dump(mode="json") for document in documents}
+# ---------------------------------------------------------------- rules
+
+
+def _checked(sources: Sequence[_Source], admission: Admission) -> Report:
+    """Raises ConfigurationError when a rule can not be used."""
+    found = check(_rules_of(sources), admission)
+    if isinstance(found, list):
+        raise _flawed(sources, found)
+    notes = tuple(_told_of_rule(sources, note) for note in found.notes)
+    return Report(rules=found.rules, inputs=found.inputs, p99_us=found.p99_us, notes=notes)
+
+
+def _rules_of(sources: Sequence[_Source]) -> tuple[Rules, ...]:
+    return tuple(source.document for source in sources if isinstance(source.document, Rules))
+
+
+def _flawed(sources: Sequence[_Source], flaws: Sequence[RuleFlaw]) -> ConfigurationError:
+    lines = [_told_of_rule(sources, flaw) for flaw in flaws[:ERRORS_TOLD_MAX]]
+    if len(flaws) > ERRORS_TOLD_MAX:
+        lines.append(f"and {len(flaws) - ERRORS_TOLD_MAX} more")
+    return ConfigurationError("\n".join(lines))
+
+
+def _told_of_rule(sources: Sequence[_Source], flaw: RuleFlaw) -> str:
+    return (
+        f"{_place_of(sources, flaw)}: rule `{flaw.document}/{flaw.rule}`:"
+        f" {_in_condition(flaw)}{flaw.flaw.message}"
+    )
+
+
+def _in_condition(flaw: RuleFlaw) -> str:
+    """Where in the condition, since a folded one stands elsewhere in the file."""
+    if not flaw.is_in_condition:
+        return ""
+    line = f"line {flaw.flaw.line}, " if flaw.flaw.line > 1 else ""
+    return f"`when`, {line}column {flaw.flaw.column}: "
+
+
+def _place_of(sources: Sequence[_Source], flaw: RuleFlaw) -> str:
+    """File, line and column of a rule's condition, or of what is wrong in it."""
+    for source in sources:
+        document = source.document
+        assert isinstance(document, Rules)
+        if document.name != flaw.document:
+            continue
+        index = next(number for number, rule in enumerate(document.rules) if rule.name == flaw.rule)
+        node = _node_at(source.root, ("rules", index, "when"))
+        if not isinstance(node, yaml.ScalarNode):
+            return source.file
+        line, column = _place_in(source.text, node, flaw)
+        return f"{source.file}:{line}:{column}"
+    return ""
+
+
+def _place_in(text: str, node: yaml.ScalarNode, flaw: RuleFlaw) -> tuple[int, int]:
+    """Line and column from 1; the start of the condition where YAML has folded its lines."""
+    start = node.start_mark
+    line, column = start.line + 1, start.column + 1
+    if not flaw.is_in_condition:
+        return line, column
+    if node.style == "|":
+        row = start.line + flaw.flaw.line
+        lines = text.splitlines()
+        first = lines[start.line + 1] if start.line + 1 < len(lines) else ""
+        indent = len(first) - len(first.lstrip(" "))
+        return row + 1, indent + flaw.flaw.column
+    if node.start_mark.line == node.end_mark.line and flaw.flaw.line == 1:
+        return line, column + (1 if node.style else 0) + flaw.flaw.column - 1
+    return line, column
+
+
+def _node_at(root: yaml.Node | None, path: tuple[int | str, ...]) -> yaml.Node | None:
+    node = root
+    for part in path:
+        step: yaml.Node | None = None
+        if isinstance(node, yaml.MappingNode):
+            step = next((value for key, value in node.value if key.value == part), None)
+        elif isinstance(node, yaml.SequenceNode) and isinstance(part, int):
+            step = node.value[part]
+        node = step
+    return node
+
+
+def _revision(documents: Sequence[Document]) -> str:
+    """Rules of one name are one document, wherever they stand."""
+    content = {
+        f"rules {document.name}" if isinstance(document, Rules) else document.kind: (
+            document.model_dump(mode="json")
+        )
+        for document in documents
+    }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -4,14 +4,14 @@ import asyncio
 import contextlib
 import json
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import uvicorn
 
-from controlplane.domain.catalog import Model, Principal, Role, Tenant
-from controlplane.domain.decision import Placement, Refuse
+from controlplane.domain.catalog import Limits, Model, Principal, Role, Tenant
+from controlplane.domain.decision import Placement, Reason, Refuse
 from controlplane.domain.fleet import EngineRow
 from controlplane.domain.ids import (
     EngineId,
@@ -30,8 +30,10 @@ from controlplane.gateway.server import make_server
 from controlplane.gateway.sweeper import Sweeper
 from controlplane.gateway.upstream import Address, Upstream
 from controlplane.runtime.call import Call, monotonic_ms
+from controlplane.runtime.idempotency import Idempotency
 from controlplane.telemetry.metrics import Metrics
 from controlplane.telemetry.tracing import Tracing
+from policies.evaluate import Terms
 
 KEY = "hw-tenant-test"
 MODEL = Model(
@@ -97,8 +99,8 @@ class RequestView:
 class TicketView:
     """A ticket as the gateway sees it."""
 
-    def __init__(self, call: Call, number: int) -> None:
-        self.id = f"req-{number}"
+    def __init__(self, call: Call, request_id: str) -> None:
+        self.id = request_id
         self.call = call
         self.request = RequestView(RequestId(self.id), max(1, call.prompt_bytes // 4))
         self.model = MODEL
@@ -110,6 +112,33 @@ class TicketView:
         self.attempt = 0
         self.decided_ms = 0.0
         self.queue_ms = 0.0
+        self.tokens_check_at = 0
+        self.rate_headers: tuple[tuple[bytes, bytes], ...] = ()
+        self.warnings: tuple[str, ...] = ()
+
+
+TERMS = Terms(
+    is_allowed=True,
+    denied_by="",
+    region_names=None,
+    gpu_type_names=None,
+    weight=1.0,
+    completion_tokens_default=256,
+    completion_tokens_max=1_024,
+    fan_out_max=1,
+    steps_max=1,
+    step_gap_ms=0,
+    reserve_ratio=1.0,
+    slo_class=None,
+    may_disaggregate=True,
+    priority=5,
+    over_budget_cuts=True,
+    limits=Limits(),
+    cache_ttl_s=0,
+    cache_price_ratio=1.0,
+)
+SECOND_KEY = "hw-tenant-second"
+SECOND_PRINCIPAL = replace(PRINCIPAL, tenant=replace(PRINCIPAL.tenant, id=TenantId("t2")))
 
 
 @dataclass(frozen=True)
@@ -128,7 +157,8 @@ class RoundRobinGate:
     """Admits everything, each attempt on the next engine (or pair); remembers all that it is told.
 
     `gate_open` can be closed to keep calls waiting. `retries_max` bounds retries per call. With `keeps`
-    false it only counts, for benchmarks.
+    false it only counts, for benchmarks. An answer of more than `budget_tokens` is cut there, asked for
+    every `check_tokens`.
     """
 
     engines: list[Address] = field(default_factory=list)
@@ -142,6 +172,16 @@ class RoundRobinGate:
     attempts: list[tuple[str, str, AttemptOutcome, str]] = field(default_factory=list)
     first_tokens: list[float] = field(default_factory=list)
     waiting_cancelled: int = 0
+    terms: Terms | Refuse = TERMS
+    cached_refusal: Refuse | None = None
+    limits_told: tuple[tuple[bytes, bytes], ...] = ()
+    warnings: tuple[str, ...] = ()
+    queue_ms: float = 0.0
+    budget_tokens: int | None = None
+    check_tokens: int = 1
+    model: Model = MODEL
+    checks: list[int] = field(default_factory=list)
+    cached_usages: list[Usage] = field(default_factory=list)
     gate_open: asyncio.Event = field(default_factory=asyncio.Event)
     settled: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -149,7 +189,37 @@ class RoundRobinGate:
         self.gate_open.set()
         self._next = 0
         self.admitted = 0
+        self._ids = 0
         self._rows = [engine_row(index) for index in range(len(self.engines))]
+
+    def new_id(self) -> RequestId:
+        self._ids += 1
+        return RequestId(f"req-{self._ids}")
+
+    def rate_headers(self, call: Call) -> tuple[tuple[bytes, bytes], ...]:
+        assert call.model
+        return self.limits_told
+
+    def cache_terms(self, call: Call) -> Terms | Refuse:
+        assert call.n == 1
+        return self.terms
+
+    async def admit_cached(self, call: Call, usage: Usage) -> TicketView | Refuse:
+        self.cached_usages.append(usage)
+        if self.cached_refusal is not None:
+            return self.cached_refusal
+        return self._ticket(call, call.request_id or f"hit-{len(self.cached_usages)}")
+
+    def may_continue(self, ticket: TicketView, completion_tokens: int) -> Refuse | None:
+        self.checks.append(completion_tokens)
+        assert self.budget_tokens is not None
+        if completion_tokens >= self.budget_tokens:
+            return Refuse(Reason.INSUFFICIENT_QUOTA, "the tenant's budget is spent")
+        ticket.tokens_check_at = completion_tokens + self.check_tokens
+        return None
+
+    async def dry_run(self, call: Call) -> dict[str, Any]:
+        return {"verdict": "admit", "model": call.model, "engine": "e0"}
 
     def knows_model(self, name: str) -> Model | None:
         return MODEL if name == MODEL.name else None
@@ -159,6 +229,8 @@ class RoundRobinGate:
         return [MODEL]
 
     async def authenticate(self, plain_key: bytes) -> Principal | None:
+        if plain_key == SECOND_KEY.encode():
+            return SECOND_PRINCIPAL
         return PRINCIPAL if plain_key == KEY.encode() else None
 
     async def admit(self, call: Call) -> TicketView | Refuse:
@@ -173,8 +245,16 @@ class RoundRobinGate:
                 raise
         if self.refusal is not None:
             return self.refusal
-        ticket = TicketView(call, self.admitted)
+        ticket = self._ticket(call, call.request_id or self.new_id())
         self._place(ticket)
+        return ticket
+
+    def _ticket(self, call: Call, request_id: str) -> TicketView:
+        ticket = TicketView(call, request_id)
+        ticket.model = self.model
+        ticket.rate_headers, ticket.warnings = self.limits_told, self.warnings
+        ticket.queue_ms = self.queue_ms
+        ticket.tokens_check_at = 0 if self.budget_tokens is None else self.check_tokens
         return ticket
 
     def retry(
@@ -484,6 +564,14 @@ class World:
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         return Client(reader, writer)
 
+    @contextlib.asynccontextmanager
+    async def dialled(self) -> "AsyncIterator[Client]":
+        client = await self.dial()
+        try:
+            yield client
+        finally:
+            client.writer.close()
+
     async def post(
         self, body: object, path: str = "/v1/chat/completions", **headers: str
     ) -> "Answer":
@@ -551,7 +639,7 @@ class Client:
         return Answer(status, headers, b"".join(pieces), is_whole=True)
 
 
-async def _fallback(scope: dict[str, Any], receive: Any, send: Any) -> None:
+async def _fallback(scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
     assert scope["type"] == "http"
     await send(
         {"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"8")]}
@@ -561,13 +649,24 @@ async def _fallback(scope: dict[str, Any], receive: Any, send: Any) -> None:
 
 @contextlib.asynccontextmanager
 async def running(
-    gate: RoundRobinGate, *, period_s: float = 1.0, tracing: Tracing | None = None
+    gate: RoundRobinGate,
+    *,
+    period_s: float = 1.0,
+    tracing: Tracing | None = None,
+    idempotency: Idempotency | None = None,
 ) -> AsyncIterator[World]:
     """The gateway with `gate`, served by uvicorn in this loop."""
     metrics = Metrics()
     sweeper = Sweeper(period_s)
     upstream = Upstream(sweeper)
-    hot_path = HotPath(gate, upstream, metrics, _fallback, tracing=tracing)  # type: ignore[arg-type]
+    hot_path = HotPath(
+        gate,  # type: ignore[arg-type]
+        upstream,
+        metrics,
+        _fallback,
+        tracing=tracing,
+        idempotency=idempotency,
+    )
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     server = make_server(hot_path, sweeper, metrics, host="127.0.0.1", port=0)
@@ -579,7 +678,7 @@ async def running(
         yield World(gate, metrics, sweeper, upstream, listener.getsockname()[1], server)
     finally:
         for link in tuple(server.server_state.connections):
-            link.transport.abort()  # type: ignore[union-attr]
+            link.transport.abort()
         server.should_exit = True
         await serving
         sweeping.cancel()

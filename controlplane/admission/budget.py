@@ -1,8 +1,40 @@
-"""One replica's slice of one account: micro-dollars leased from Postgres, spent here without asking."""
+"""One replica's slice of one account: leased from Postgres, spent here without asking; and what a call holds of it.
+
+An account counts micro-dollars or tokens. Amounts of one account are never compared with another's.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Unit(StrEnum):
+    """What an account counts."""
+
+    MICRO_USD = "micro_usd"
+    TOKENS = "tokens"
+
+
+class Window(StrEnum):
+    """For how long a limit holds before it begins anew: calendar units in UTC, or for ever."""
+
+    TOTAL = "total"
+    HOUR = "hour"
+    DAY = "day"
+    WEEK = "week"
+    MONTH = "month"
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """What one call keeps reserved in one account, in the account's unit."""
+
+    budget_id: str
+    unit: Unit
+    amount: int
 
 
 class Slice:
-    """What was leased and not yet charged, split into `free` and `reserved`. Whole micro-dollars.
+    """What was leased and not yet charged, split into `free` and `reserved`. Whole units of the account.
 
     INVARIANT: free >= 0, reserved >= 0, and everything grown = free + reserved + charged + surrendered:
     no order of calls makes money or loses any.
@@ -48,7 +80,7 @@ class Slice:
         _require_amount(reserved)
         _require_amount(actual)
         if reserved > self._reserved:
-            msg = f"{reserved} micro-dollars are settled and {self._reserved} are reserved"
+            msg = f"an amount of {reserved} is settled and {self._reserved} is reserved"
             raise ValueError(msg)
         charged = min(actual, reserved + self._free)
         self._reserved -= reserved
@@ -65,5 +97,5 @@ class Slice:
 
 def _require_amount(amount: int) -> None:
     if amount < 0:
-        msg = f"an amount of {amount} micro-dollars is negative"
+        msg = f"an amount of {amount} is negative"
         raise ValueError(msg)

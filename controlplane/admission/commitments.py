@@ -1,8 +1,9 @@
 """How much of a pool is promised to the workflows that were let in: the seats they need to end in time.
 
 A workflow with `work_ms` of seat time left and `T` until its deadline, less the pauses between its
-steps, needs work / T seats on average, never more than its calls in parallel. While the sum of these densities is below the seats there are,
-the earliest deadline first meets every deadline (the density test of real-time scheduling); so what
+steps, needs work / T seats on average, never more than its calls in parallel. While the sum of
+these densities is below the seats there are, the
+earliest deadline first meets every deadline (the density test of real-time scheduling); so what
 would push the sum above is not begun. Knows no clock.
 """
 
@@ -17,6 +18,8 @@ IDLE_GAPS: Final = 5
 # Promises are kept in this multiple of the time that a workflow would take alone, also when its deadline
 # is later: far deadlines would let in so much at once that nothing urgent finds room for long.
 PATIENCE_RATIO_MAX: Final = 2.0
+# The workflows that are pressed most: this share of them.
+SLACK_QUANTILE: Final = 0.1
 COMMITMENTS_MAX: Final = 100_000
 SEAT_TIME_GAIN: Final = 0.05
 # A prompt token is computed at this share of the seat time of a completion token, before anything is
@@ -77,11 +80,13 @@ class Commitment:
 class Commitments:
     """One pool's workflows in progress, and the seats they need by priority."""
 
-    __slots__ = ("_by_key", "_seats")
+    __slots__ = ("_by_key", "_seats", "slack_ratio")
 
     def __init__(self) -> None:
         self._by_key: dict[str, Commitment] = {}
         self._seats: dict[int, float] = {}
+        # Time over work of the workflows that have least of it: below 1 they end late at this pace.
+        self.slack_ratio: float | None = None
 
     def __len__(self) -> int:
         return len(self._by_key)
@@ -112,12 +117,17 @@ class Commitments:
         """Sum up anew: time has passed, deadlines have come. Bounded by the number of workflows."""
         self._seats = {}
         ended: list[str] = []
+        slack: list[float] = []
         for key, commitment in self._by_key.items():
             seats = commitment.seats(now_ms)
             if seats <= 0.0:
                 ended.append(key)
             else:
                 self._add(commitment.priority, seats)
+                left_ms = commitment.deadline_ms - now_ms - commitment.pauses_ms
+                slack.append(left_ms * commitment.lanes / commitment.work_ms)
+        slack.sort()
+        self.slack_ratio = slack[int(SLACK_QUANTILE * len(slack))] if slack else None
         for key in ended:
             del self._by_key[key]
 

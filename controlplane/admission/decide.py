@@ -1,10 +1,11 @@
-"""The one admission decision: policy, scope, money, deadline, then the scheduler. No I/O, no clock.
+"""The one decision about a call that was let in: scope, money, deadline, then the scheduler. No I/O, no clock.
+
+Whether a workflow may begin at all is `load.py`, and for how long a call waits `queue.py`.
 
 The order is policy: the first that objects names the reason.
 """
 
 from dataclasses import replace
-from typing import Final
 
 from controlplane.admission.snapshot import Snapshot
 from controlplane.domain.decision import (
@@ -18,12 +19,8 @@ from controlplane.domain.decision import (
 from controlplane.domain.request import Request
 from controlplane.reliability.deadlines import remaining_ms
 from controlplane.scheduler.axes.agentic_scope import is_within_fan_out
-from controlplane.scheduler.place import Objection, place
+from controlplane.scheduler.place import place
 from policies.evaluate import Terms
-
-# The last quarter of the queue is kept for later steps of admitted workflows: what has begun is
-# carried to its end before something else begins.
-QUEUE_KEPT_RATIO: Final = 0.25
 
 
 def decide(request: Request, snapshot: Snapshot, terms: Terms, now_ms: int) -> Decision:
@@ -36,23 +33,16 @@ def decide(request: Request, snapshot: Snapshot, terms: Terms, now_ms: int) -> D
     outcome = place(request, snapshot.rows, snapshot.cached, now_ms)
     if isinstance(outcome, Placement):
         return Admit(outcome)
-    if outcome.is_transient and has_queue_room(request, snapshot):
+    if outcome.is_transient:
         return Queue(outcome.reason)
-    return _refuse(outcome)
-
-
-def has_queue_room(request: Request, snapshot: Snapshot) -> bool:
-    """First steps leave the kept part of the queue to later ones."""
-    is_later_step = request.workflow is not None and request.step > 0
-    kept = 0 if is_later_step else int(snapshot.waiting_max * QUEUE_KEPT_RATIO)
-    return snapshot.waiting < snapshot.waiting_max - kept
+    return Refuse(outcome.reason, outcome.detail, outcome.retry_after_ms)
 
 
 def _rules_out(request: Request, terms: Terms, now_ms: int) -> Refuse | None:
     """What speaks against the call wherever it would run."""
     if not terms.is_allowed:
         detail = f"the rule `{terms.denied_by}` does not allow `{request.model}` to this tenant"
-        return Refuse(Reason.FORBIDDEN_BY_POLICY, detail)
+        return Refuse(Reason.FORBIDDEN_BY_POLICY, detail, rule=terms.denied_by)
     if request.workflow is not None and request.step >= terms.steps_max:
         detail = (
             f"scope `{request.scope}` allows {terms.steps_max:,} steps; end the workflow and begin"
@@ -78,10 +68,3 @@ def _rules_out(request: Request, terms: Terms, now_ms: int) -> Refuse | None:
         detail = f"the deadline of workflow `{request.workflow}` has passed"
         return Refuse(Reason.DEADLINE_UNREACHABLE, detail)
     return None
-
-
-def _refuse(objection: Objection) -> Refuse:
-    if objection.reason is Reason.QUEUE_FULL:
-        detail = f"{objection.detail}, and the queue has no room"
-        return Refuse(objection.reason, detail, objection.retry_after_ms)
-    return Refuse(objection.reason, objection.detail, objection.retry_after_ms)

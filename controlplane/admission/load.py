@@ -46,11 +46,16 @@ BEGUN_MS: Final = 10_000
 LOWER_YIELDS_RATIO: Final = 0.3
 # Who comes at its appointed time may push the promises above that by this share.
 APPOINTED_RATIO: Final = 0.50
-# How far calls may stretch each other, moved by whether those that began end in time.
+# Waits are told as if at least this share of the seats served those who wait.
+SEATS_RATIO_LEAST: Final = 0.05
 MISSED_RATIO_HIGH: Final = 0.02
-STRETCH_DOWN: Final = 0.10
-STRETCH_UP: Final = 0.02
-STRETCH_WINDOW_MS: Final = 5_000
+# How far calls may stretch each other follows the slack of the workflows that are pressed most: they
+# should have this much more time than they need at the pace that is measured.
+SLACK_RATIO_LOW: Final = 1.3
+SLACK_RATIO_HIGH: Final = 1.8
+STRETCH_DOWN_RATIO: Final = 0.97
+STRETCH_UP_RATIO: Final = 1.01
+STRETCH_WINDOW_MS: Final = 250
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +65,18 @@ class Room:
     seats: float
     call_ms: float
     busy_ratio: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What was worked out of one arrival; `seats_free` is what its priority may come to hold in all."""
+
+    rank: int
+    commitment: Commitment
+    seats_needed: float
+    seats_free: float
+    is_due: bool
+    may_begin: bool
 
 
 class _Begun:
@@ -83,8 +100,8 @@ class PoolLoad:
     """One pool's load as this replica causes it. Owned by one task."""
 
     __slots__ = (
-        "_begun", "_committed_ms", "_ended", "_idle_refusals", "_late", "_missed", "_on_time", "_stretch_ms",
-        "appointments", "committed_ratio", "commitments", "levels", "seat_time", "stretch_ratio",
+        "_begun", "_committed_ms", "_idle_refusals", "_late", "_on_time", "_stretch_ms",
+        "appointments", "commitments", "committed_ratio", "levels", "seat_time", "stretch_ratio",
     )  # fmt: skip
 
     def __init__(self, stretch_ratio: float) -> None:
@@ -99,8 +116,6 @@ class PoolLoad:
         self._committed_ms = 0
         self._late = 0
         self._on_time = 0
-        self._ended = 0
-        self._missed = 0
         self._stretch_ms = 0
 
     @property
@@ -118,56 +133,62 @@ class PoolLoad:
 
     def may_begin(self, request: Request, room: Room, now_ms: int) -> Refuse | None:
         """None when the workflow may begin, and then it is committed to. Asked once per arrival."""
+        asked = self._ask(request, room, now_ms)
+        is_in_rank = self.levels.admits(asked.rank)
+        if asked.may_begin and (is_in_rank or asked.is_due):
+            self.appointments.keep(_key(request))
+            self.commitments.put(_held_as(request), asked.commitment, now_ms)
+            self._begun.setdefault(request.priority, _Begun()).add(asked.commitment.work_ms, now_ms)
+            return None
+        if room.busy_ratio < BUSY_RATIO_WANTED:
+            self._idle_refusals += 1
+        return self._refuse(request, asked, room, now_ms)
+
+    def would_begin(self, request: Request, room: Room, now_ms: int) -> bool:
+        """What `may_begin` would say, without committing to anything."""
+        asked = self._ask(request, room, now_ms)
+        return asked.may_begin and (asked.rank >= self.levels.cursor or asked.is_due)
+
+    def _ask(self, request: Request, room: Room, now_ms: int) -> "_Asked":
         work_ms = self._work_ms(request, room)
         arrival_rank = rank(request, work_ms)
         tier = arrival_rank // SHARES
-        key = _key(request)
         commitment = self._commitment(request, work_ms, now_ms)
         needed = commitment.seats(now_ms)
         seats_of_higher = self.commitments.seats(request.priority + 1)
         headroom = min(HEADROOM_DEVIATIONS * sqrt(seats_of_higher), HEADROOM_RATIO_MAX * room.seats)
         limit = self.committed_ratio * room.seats - headroom
-        # Work of lower priorities waits when it must: not all that is promised to it stands in the way.
+        # Work of lower priorities waits when it must: not all that is promised to it is in the way.
         seats_of_lower = self.commitments.seats() - self.commitments.seats(request.priority)
         free = limit - self.commitments.seats() + LOWER_YIELDS_RATIO * seats_of_lower
-        is_in_rank = self.levels.admits(arrival_rank)
-        if self.appointments.is_due(key, now_ms):
+        is_due = self.appointments.is_due(_key(request), now_ms)
+        if is_due:
             may_begin = needed <= free + APPOINTED_RATIO * room.seats
         else:
-            may_begin = is_in_rank and needed + self.appointments.seats(tier) <= free
-        # A pool without anybody always takes one: no workflow is too large to be ever begun.
-        if may_begin or not len(self.commitments):
-            self.appointments.keep(key)
-            self.commitments.put(_held_as(request), commitment, now_ms)
-            self._begun.setdefault(request.priority, _Begun()).add(work_ms, now_ms)
-            return None
-        if room.busy_ratio < BUSY_RATIO_WANTED:
-            self._idle_refusals += 1
-        seats_free = min(limit - seats_of_higher, self._seats_begun(request.priority, now_ms))
-        return self._refuse(request, work_ms, needed, tier, seats_free, room, now_ms)
+            may_begin = needed + self.appointments.seats(tier) <= free
+        return _Asked(
+            rank=arrival_rank,
+            commitment=commitment,
+            seats_needed=needed,
+            seats_free=limit - seats_of_higher,
+            is_due=is_due,
+            # A pool without anybody takes one always: no workflow is too large to be ever begun.
+            may_begin=may_begin or not len(self.commitments),
+        )
 
     def _seats_begun(self, priority: int, now_ms: int) -> float:
         """The rate at which work of this priority and below is begun, measured while it is short."""
-        return sum(
-            begun.seats(now_ms) for other, begun in self._begun.items() if other <= priority
-        )
+        return sum(begun.seats(now_ms) for other, begun in self._begun.items() if other <= priority)
 
-    def _refuse(
-        self,
-        request: Request,
-        work_ms: float,
-        needed: float,
-        tier: int,
-        seats_free: float,
-        room: Room,
-        now_ms: int,
-    ) -> Refuse:
+    def _refuse(self, request: Request, asked: "_Asked", room: Room, now_ms: int) -> Refuse:
+        work_ms = asked.commitment.work_ms
+        seats_free = min(asked.seats_free, self._seats_begun(request.priority, now_ms))
         wait_ms = self.appointments.book(
             _key(request),
             work_ms=work_ms,
-            seats=needed,
-            tier=tier,
-            seats_free=max(seats_free, 0.05 * room.seats),
+            seats=asked.seats_needed,
+            tier=asked.rank // SHARES,
+            seats_free=max(seats_free, SEATS_RATIO_LEAST * room.seats),
             now_ms=now_ms,
             wait_ms_max=self._wait_ms_max(request, work_ms, now_ms),
         )
@@ -214,8 +235,6 @@ class PoolLoad:
 
     def ended(self, *, is_in_time: bool) -> None:
         """A call that was let in has ended, in time or not."""
-        self._ended += 1
-        self._missed += not is_in_time
         self._late += not is_in_time
         self._on_time += is_in_time
 
@@ -232,11 +251,13 @@ class PoolLoad:
         if now_ms < self._stretch_ms:
             return
         self._stretch_ms = now_ms + STRETCH_WINDOW_MS
-        if self._ended:
-            is_late = self._missed > MISSED_RATIO_HIGH * self._ended
-            moved = self.stretch_ratio + (-STRETCH_DOWN if is_late else STRETCH_UP)
-            self.stretch_ratio = min(stretch_ratio_max, max(stretch_ratio_min, moved))
-        self._ended = self._missed = 0
+        slack = self.commitments.slack_ratio
+        moved = self.stretch_ratio
+        if slack is None or slack > SLACK_RATIO_HIGH:
+            moved *= STRETCH_UP_RATIO
+        elif slack < SLACK_RATIO_LOW:
+            moved *= STRETCH_DOWN_RATIO
+        self.stretch_ratio = min(stretch_ratio_max, max(stretch_ratio_min, moved))
 
     def _move_committed(self) -> None:
         if self._late > MISSED_RATIO_HIGH * (self._late + self._on_time):

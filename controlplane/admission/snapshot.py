@@ -8,13 +8,10 @@ from controlplane.domain.fleet import EngineRow
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Rows of the model asked for, cached prompt tokens by row index, and the queue's length and limit.
+    """Rows of the model asked for, and cached prompt tokens by row index.
 
     The rows are the live ones: nothing changes them while a decision runs, and nothing is copied.
-    `waiting` counts the calls before this one, so a call that waits already never lacks room.
     """
 
     rows: tuple[EngineRow, ...]
     cached: Mapping[int, int]
-    waiting: int
-    waiting_max: int

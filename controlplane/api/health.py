@@ -59,6 +59,9 @@ async def readiness_problems(services: Services) -> list[str]:
         problems.append(f"PostgreSQL did not answer within {READY_CHECK_S_MAX:g} s")
     if services.journal.is_full:
         problems.append("the journal is full: PostgreSQL has been away or slow for too long")
+    policies = services.gate.policies
+    if not policies.is_loaded:
+        problems.append(f"no policies that PostgreSQL names can be used: {policies.problem}")
     if services.gate.is_draining:
         problems.append("the replica is stopping")
     return problems

@@ -84,4 +84,5 @@ async def end_workflow(
             )
         case _:
             services.gate.workflows.remember(ended)
+            services.gate.workflow_ended(ended.id)
             return ended

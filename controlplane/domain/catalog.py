@@ -104,12 +104,15 @@ class Node:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tenant:
+    """`token_budget` is the id of its account in tokens; the one in micro-dollars every tenant has."""
+
     id: TenantId
     name: str
     tenant_class: str
     slo_class: SloClassName
     is_disabled: bool
     cache_salt: str
+    token_budget: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,6 +4,7 @@ Rows are plain slotted objects because the decision walks them for every request
 `runtime/fleet_state.py` writes to them; everything else reads.
 """
 
+from typing import Final
 from zlib import crc32
 
 from controlplane.domain.catalog import Role
@@ -11,8 +12,11 @@ from controlplane.domain.ids import EngineId, GpuTypeName, ModelName, NodeId, Re
 
 # Values of the fields that reports and commitments change, in the order of `EngineRow.dynamic`.
 Dynamic = tuple[
-    bool, bool, bool, int, int, int, float, int, int, int, int, int, int, int, int
+    bool, bool, bool, int, int, int, float, int, int, int, int, int, int, int, int, int, float
 ]  # fmt: skip
+
+# `EngineRow.seats_bound` where nothing bounds the calls in flight but credits.
+SEATS_UNBOUNDED: Final = 2**30
 
 
 class EngineRow:
@@ -21,9 +25,12 @@ class EngineRow:
     Rates are products that do not depend on the request: micro-dollars and milliseconds per token.
     Credits (`seats_lent`, `kv_tokens_lent`) may be spent until `credits_expire_ms`; `seats_taken` and
     `kv_tokens_taken` are this replica's calls in flight and may exceed what is lent after a shrink.
+    `seats_bound` is the most calls that this replica keeps in flight there, for pace and for health;
+    `attempts_expected` how often a call must be sent there until it succeeds, by its latest failures.
     """
 
     __slots__ = (
+        "attempts_expected",
         "context_tokens_max",
         "credits_epoch",
         "credits_expire_ms",
@@ -55,6 +62,7 @@ class EngineRow:
         "region_bit",
         "role",
         "running",
+        "seats_bound",
         "seats_capacity",
         "seats_lent",
         "seats_taken",
@@ -126,6 +134,8 @@ class EngineRow:
         self.seats_taken = 0
         self.kv_tokens_taken = 0
         self.prefill_tokens_pending = 0
+        self.seats_bound = SEATS_UNBOUNDED
+        self.attempts_expected = 1.0
 
     def dynamic(self) -> Dynamic:
         """What reports and commitments change, as one value."""
@@ -145,6 +155,8 @@ class EngineRow:
             self.kv_tokens_taken,
             self.prefill_tokens_pending,
             self.generation,
+            self.seats_bound,
+            self.attempts_expected,
         )
 
     def as_of(self, dynamic: Dynamic) -> "EngineRow":
@@ -188,6 +200,8 @@ class EngineRow:
             row.kv_tokens_taken,
             row.prefill_tokens_pending,
             row.generation,
+            row.seats_bound,
+            row.attempts_expected,
         ) = dynamic
         return row
 
@@ -202,5 +216,6 @@ def fits(row: EngineRow, kv_tokens: int, now_ms: int) -> bool:
         and not row.is_suspect
         and now_ms < row.credits_expire_ms
         and row.seats_taken < row.seats_lent
+        and row.seats_taken < row.seats_bound
         and row.kv_tokens_taken + kv_tokens <= row.kv_tokens_lent
     )

@@ -15,8 +15,11 @@ from msgspec import Raw
 from controlplane.domain.decision import Reason, Refuse
 from controlplane.domain.fleet import EngineRow
 from controlplane.domain.outcome import AttemptOutcome, RequestState, Usage
-from controlplane.gateway import legs, usage
+from controlplane.gateway import cut, legs, usage
+from controlplane.gateway.answer_heads import Lines, ticket_lines
 from controlplane.gateway.body import Body
+from controlplane.gateway.counting import count_answer
+from controlplane.gateway.heartbeat import STREAM_HEAD
 from controlplane.gateway.relay import Tap
 from controlplane.gateway.upstream import Connection, Upstream, UpstreamError
 from controlplane.runtime.call import Call, Ticket, monotonic_ms
@@ -43,6 +46,7 @@ BYTES_PER_TOKEN: Final = 4
 _EVENT_STREAM: Final = b"text/event-stream"
 _HELD_KV: Final = b'"kv_transfer_params":{'
 _ABORT: Final = "abort"
+_LENGTH: Final = "length"
 
 _answer = msgspec.json.Decoder(Answer).decode
 _index = msgspec.json.Decoder(dict[str, Raw]).decode
@@ -66,10 +70,10 @@ class Exchange:
     """Serves one ticket. `run` raises nothing but a cancellation that the client did not cause."""
 
     __slots__ = (
-        "_asked", "_attempt_stages", "_body", "_cached_by_prefill", "_call", "_gate",
-        "_has_engine_worked", "_is_client_gone", "_is_started", "_last_token_ms", "_metrics",
-        "_path", "_reason", "_send", "_state", "_tap", "_ticket", "_trace", "_tracing",
-        "_ttft_ms", "_upstream", "_usage",
+        "_asked", "_attempt_stages", "_body", "_cached_by_prefill", "_call", "_extra_head", "_gate",
+        "_has_engine_worked", "_is_at_limit", "_is_client_gone", "_is_head_sent", "_is_started",
+        "_last_token_ms", "_metrics", "_path", "_reason", "_send", "_tap", "_ticket", "_trace",
+        "_tracing", "_ttft_ms", "_upstream", "_usage", "has_answered", "state",
     )  # fmt: skip
 
     def __init__(
@@ -86,7 +90,10 @@ class Exchange:
         send: Send,
         trace: TraceContext | None,
         is_client_gone: Callable[[], bool],
+        is_head_sent: bool = False,
+        extra_head: Lines | None = None,
     ) -> None:
+        """`is_head_sent`: the stream was opened while the call waited. `extra_head`: further headers."""
         self._gate = gate
         self._upstream = upstream
         self._metrics = metrics
@@ -98,7 +105,11 @@ class Exchange:
         self._send = send
         self._trace = trace
         self._is_client_gone = is_client_gone
+        self._extra_head = extra_head
+        # The status is decided; and the client has got something of an engine's answer.
+        self._is_head_sent = is_head_sent
         self._is_started = False
+        self._is_at_limit = False
         self._has_engine_worked = False
         # The engine call that is under way: its row, leg and start.
         self._asked: tuple[EngineRow, str, float] | None = None
@@ -107,9 +118,24 @@ class Exchange:
         self._cached_by_prefill: int | None = None
         self._ttft_ms: float | None = None
         self._last_token_ms = 0.0
-        self._state = RequestState.FAILED
+        self.state = RequestState.FAILED
         self._reason: Reason | None = Reason.INTERNAL_ERROR
         self._usage: Usage | None = None
+        # The client has an answer that it may keep, whole or cut at the end of its budget.
+        self.has_answered = False
+
+    @property
+    def usage(self) -> Usage:
+        """What was used so far."""
+        return self._used()
+
+    @property
+    def is_repeatable(self) -> bool:
+        """Nothing but the call itself decided the answer: no other model, no limit of the moment."""
+        ticket, call = self._ticket, self._call
+        return ticket.model.name == call.model and (
+            not self._is_at_limit or ticket.completion_tokens_max == call.completion_tokens_max
+        )
 
     async def run(self) -> None:
         model = (self._ticket.model.name,)
@@ -122,12 +148,12 @@ class Exchange:
                 self._reason = Reason.STREAM_INTERRUPTED
                 await self._refuse(Refuse(Reason.STREAM_INTERRUPTED, "the server is shutting down"))
                 raise
-            self._state, self._reason = RequestState.CANCELLED, None
+            self.state, self._reason = RequestState.CANCELLED, None
             self._metrics.disconnects.add(model)
         except Exception:
             # The outermost frame of a call: a mistake of ours ends this call only.
             log.exception("call %s failed on an unexpected error", self._ticket.id)
-            self._state, self._reason = RequestState.FAILED, Reason.INTERNAL_ERROR
+            self.state, self._reason = RequestState.FAILED, Reason.INTERNAL_ERROR
             await self._refuse(Refuse(Reason.INTERNAL_ERROR, "an unexpected error; it is logged"))
         finally:
             self._metrics.in_flight.add(model, -1)
@@ -221,7 +247,7 @@ class Exchange:
             failure = self._failed(row, outcome, f"status {status}")
             return Failure(row, outcome, failure.detail, status, connection.retry_after_ms)
         self._ended(outcome, f"status {status}")
-        self._state, self._reason = RequestState.FAILED, Reason.INVALID_REQUEST
+        self.state, self._reason = RequestState.FAILED, Reason.INVALID_REQUEST
         self._usage = usage.NOTHING_USED
         await self._send_whole(status, _client_error_body(answer), is_error=True)
         return None
@@ -237,6 +263,7 @@ class Exchange:
             return self._failed(row, AttemptOutcome.SERVER_ERROR, "the answer is not a stream")
         body = self._body
         tap = self._tap = Tap(hides_usage=not body.asks_usage, answers=body.sequences)
+        check_at = self._ticket.tokens_check_at
         try:
             while True:
                 data = await connection.next()
@@ -252,6 +279,13 @@ class Exchange:
                         await self._send_piece(piece)
                     return self._failed(row, AttemptOutcome.BROKEN_STREAM, tap.loss)
                 if piece:
+                    if check_at and tap.tokens >= check_at and tap.unfinished:
+                        refuse = self._gate.may_continue(self._ticket, tap.tokens)
+                        if refuse is not None:
+                            connection.abort()
+                            await self._cut(tap, piece, refuse)
+                            return None
+                        check_at = self._ticket.tokens_check_at
                     await self._send_piece(piece)
         except UpstreamError as error:
             outcome = error.outcome
@@ -266,11 +300,29 @@ class Exchange:
             raise
         self._last_token_ms = monotonic_ms()
         self._ended(AttemptOutcome.OK)
-        self._state, self._reason = RequestState.SUCCEEDED, None
+        self.state, self._reason = RequestState.SUCCEEDED, None
+        self._is_at_limit = tap.is_at_limit
         if tap.usage is not None:
             self._usage = usage.reported(tap.usage, self._cached_by_prefill)
         await self._send_piece(piece, is_last=True)
+        self.has_answered = True
         return None
+
+    async def _cut(self, tap: Tap, piece: bytes, refuse: Refuse) -> None:
+        """Money for more is not there: the answer ends after `piece`, as if at its token limit."""
+        self._last_token_ms = monotonic_ms()
+        self._ended(AttemptOutcome.CANCELLED, refuse.detail)
+        self.state, self._reason = RequestState.FAILED, refuse.reason
+        self._metrics.streams_cut.add((self._ticket.model.name,))
+        ending = cut.ending(
+            piece,
+            refuse,
+            is_chat=self._body.is_chat,
+            unfinished=tap.unfinished,
+            usage=self._used() if self._body.asks_usage else None,
+        )
+        await self._send_piece(piece + ending, is_last=True)
+        self.has_answered = True
 
     async def _answer_whole(self, row: EngineRow, connection: Connection) -> Failure | None:
         try:
@@ -291,8 +343,9 @@ class Exchange:
                 return self._failed(
                     row, AttemptOutcome.BROKEN_STREAM, "the engine aborted the answer"
                 )
+            self._is_at_limit = self._is_at_limit or choice.finish_reason == _LENGTH
         self._ended(AttemptOutcome.OK)
-        self._state, self._reason = RequestState.SUCCEEDED, None
+        self.state, self._reason = RequestState.SUCCEEDED, None
         if decoded.usage is not None:
             self._usage = usage.reported(decoded.usage, self._cached_by_prefill)
         else:
@@ -306,6 +359,7 @@ class Exchange:
             members.pop("kv_transfer_params", None)
             answer = _encode(members)
         await self._send_whole(legs.OK, answer)
+        self.has_answered = True
         return None
 
     def _note_first_token(self, connection: Connection) -> None:
@@ -350,7 +404,7 @@ class Exchange:
         self._has_engine_worked = False
 
     async def _give_up(self, failure: Failure) -> None:
-        self._state = RequestState.FAILED
+        self.state = RequestState.FAILED
         detail = f"the engine failed: {failure.detail}"
         retry_after_ms = None
         match failure.outcome:
@@ -363,7 +417,7 @@ class Exchange:
             case AttemptOutcome.TIMEOUT:
                 reason = Reason.UPSTREAM_TIMEOUT
                 if self._call.deadline_ms is not None and monotonic_ms() >= self._deadline_ms():
-                    self._state = RequestState.EXPIRED
+                    self.state = RequestState.EXPIRED
             case _:
                 reason = Reason.UPSTREAM_ERROR
         if self._is_started:
@@ -375,15 +429,13 @@ class Exchange:
         """Tell the client: by status while that is possible, else by the stream's last event."""
         if self._is_client_gone():
             return
-        if self._is_started:
-            if not self._body.is_stream:
-                return
-            event = stream_error_event(refuse)
-            await self._send({"type": "http.response.body", "body": event, "more_body": False})
+        if self._is_head_sent:
+            if self._body.is_stream:
+                await self._send_last(stream_error_event(refuse))
             return
         if refuse.reason is Reason.STREAM_INTERRUPTED:
             refuse = Refuse(Reason.NO_CAPACITY, refuse.detail, BACKPRESSURE_RETRY_MS)
-        self._is_started = True
+        self._is_head_sent = True
         status, headers, body = error_response(refuse, self._ticket.id)
         await self._send(
             {
@@ -391,37 +443,33 @@ class Exchange:
                 "status": status,
                 "headers": [
                     *((name.encode(), value.encode()) for name, value in headers),
+                    *self._ticket.rate_headers,
                     (b"content-length", b"%d" % len(body)),
                 ],
             }
         )
-        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+        await self._send_last(body)
 
     # ------------------------------------------------------------ to the client
 
     async def _send_piece(self, piece: bytes, *, is_last: bool = False) -> None:
-        if not self._is_started:
-            self._is_started = True
-            await self._send(
-                {
-                    "type": "http.response.start",
-                    "status": legs.OK,
-                    "headers": [
-                        (b"content-type", b"text/event-stream; charset=utf-8"),
-                        (b"cache-control", b"no-cache"),
-                        (b"x-accel-buffering", b"no"),
-                        *self._headers(),
-                    ],
-                }
-            )
+        self._is_started = True
+        if not self._is_head_sent:
+            self._is_head_sent = True
+            headers = [*STREAM_HEAD, *self._head()]
+            await self._send({"type": "http.response.start", "status": legs.OK, "headers": headers})
         await self._send({"type": "http.response.body", "body": piece, "more_body": not is_last})
 
     async def _send_whole(self, status: int, body: bytes, *, is_error: bool = False) -> None:
-        self._is_started = True
+        if self._is_head_sent:
+            # A stream that was opened while it waited, and that the engine refused.
+            await self._send_last(b"data: " + msgspec.json.format(body, indent=-1) + b"\n\n")
+            return
+        self._is_head_sent = True
         headers = [
             (b"content-type", b"application/json"),
             (b"content-length", b"%d" % len(body)),
-            *self._headers(),
+            *self._head(),
         ]
         if is_error:
             headers.append((b"x-should-retry", b"false"))
@@ -429,13 +477,15 @@ class Exchange:
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
-    def _headers(self) -> tuple[tuple[bytes, bytes], ...]:
-        request_id = self._ticket.id.encode()
-        return (
-            (b"x-request-id", request_id),
-            (b"x-headway-decision", request_id),
-            (b"x-headway-engine", self._ticket.placement.decode.engine_id.encode()),
-        )
+    async def _send_last(self, piece: bytes) -> None:
+        await self._send({"type": "http.response.body", "body": piece, "more_body": False})
+
+    def _head(self) -> Lines:
+        lines = ticket_lines(self._ticket)
+        lines.append((b"x-headway-engine", self._ticket.placement.decode.engine_id.encode()))
+        if self._extra_head is not None:
+            lines += self._extra_head
+        return lines
 
     def _engine_headers(self) -> bytes:
         """All that an engine is told: nothing of the client's own headers, least of all its key."""
@@ -468,7 +518,7 @@ class Exchange:
         tap = self._tap
         if tap is not None and tap.usage is not None:
             return usage.reported(tap.usage, self._cached_by_prefill)
-        if self._has_engine_worked or self._state is RequestState.CANCELLED:
+        if self._has_engine_worked or self.state is RequestState.CANCELLED:
             tokens = 0 if tap is None else tap.tokens
             return usage.estimated(self._ticket.request.prompt_tokens, tokens)
         return usage.NOTHING_USED
@@ -481,31 +531,16 @@ class Exchange:
         ttft_ms, tpot_ms = self._ttft_ms, None
         if ttft_ms is not None and used.completion_tokens > 1:
             tpot_ms = (e2e_ms - ttft_ms) / (used.completion_tokens - 1)
-        state, reason = self._state, self._reason
+        state, reason = self.state, self._reason
         self._gate.settle(self._ticket, state, used, reason, ttft_ms, tpot_ms, e2e_ms)
-        self._count(used, ttft_ms, tpot_ms, e2e_ms)
+        count_answer(
+            self._metrics, self._call, self._ticket.model.name, state, reason or "", used, ttft_ms,
+            tpot_ms, e2e_ms,
+        )  # fmt: skip
         if self._trace is not None and self._tracing is not None:
             self._tracing.finish(
                 self._trace, self._root_stage(used, e2e_ms), tuple(self._attempt_stages)
             )
-
-    def _count(
-        self, used: Usage, ttft_ms: float | None, tpot_ms: float | None, e2e_ms: float
-    ) -> None:
-        metrics, call = self._metrics, self._call
-        model, tenant_class = self._ticket.model.name, call.principal.tenant.tenant_class
-        metrics.requests.add((call.endpoint, model, tenant_class, self._state, self._reason or ""))
-        labels = (model, tenant_class)
-        if ttft_ms is not None:
-            metrics.ttft.observe(ttft_ms / 1000.0, labels)
-        if tpot_ms is not None:
-            metrics.tpot.observe(tpot_ms / 1000.0, labels)
-        if self._state is RequestState.SUCCEEDED:
-            metrics.e2e.observe(e2e_ms / 1000.0, (call.endpoint, model, tenant_class))
-        metrics.tokens.add((model, tenant_class, "prompt"), used.prompt_tokens)
-        if used.cached_tokens:
-            metrics.tokens.add((model, tenant_class, "cached"), used.cached_tokens)
-        metrics.tokens.add((model, tenant_class, "completion"), used.completion_tokens)
 
     def _root_stage(self, used: Usage, e2e_ms: float) -> Stage:
         call = self._call
@@ -519,10 +554,10 @@ class Exchange:
                 "gen_ai.usage.input_tokens": used.prompt_tokens,
                 "gen_ai.usage.output_tokens": used.completion_tokens,
                 "headway.request": self._ticket.id,
-                "headway.outcome": str(self._state),
+                "headway.outcome": str(self.state),
                 "headway.attempts": self._ticket.attempt + 1,
             },
-            is_error=self._state is RequestState.FAILED,
+            is_error=self.state is RequestState.FAILED,
         )
 
 

@@ -19,6 +19,7 @@ STEP_MAX: Final = 1_000_000
 DEADLINE_MS_MAX: Final = 24 * 3_600_000
 HINT_BYTES_MAX: Final = 8_192
 RETRIES_MAX: Final = 100
+IDEMPOTENCY_KEY_CHARS_MAX: Final = 255
 TOKENS_HINT_MAX: Final = 10_000_000
 # The official SDK sends its read time-out with every call; its default says nothing about a call.
 READ_TIMEOUT_DEFAULT_S: Final = 600.0
@@ -26,6 +27,8 @@ READ_TIMEOUT_DEFAULT_S: Final = 600.0
 WORKFLOW: Final = b"x-headway-workflow"
 STEP: Final = b"x-headway-step"
 DEADLINE: Final = b"x-headway-deadline-ms"
+DRY_RUN: Final = b"x-headway-dry-run"
+IDEMPOTENCY_KEY: Final = b"idempotency-key"
 RETRY_COUNT: Final = b"x-stainless-retry-count"
 READ_TIMEOUT: Final = b"x-stainless-read-timeout"
 AUTHORIZATION: Final = b"authorization"
@@ -45,8 +48,8 @@ SESSIONS: Final = (
 
 WANTED: Final = frozenset(
     {
-        AUTHORIZATION, CONTENT_LENGTH, TRACEPARENT, WORKFLOW, STEP, DEADLINE, RETRY_COUNT,
-        READ_TIMEOUT, *SESSIONS,
+        AUTHORIZATION, CONTENT_LENGTH, TRACEPARENT, WORKFLOW, STEP, DEADLINE, DRY_RUN,
+        IDEMPOTENCY_KEY, RETRY_COUNT, READ_TIMEOUT, *SESSIONS,
     }
 )  # fmt: skip
 
@@ -57,6 +60,7 @@ _HINTING: Final = frozenset(
     {"metadata", "nvext", "vllm_xargs", "prompt_cache_key", "service_tier", "priority"}
 )
 _SESSION_SET: Final = frozenset(SESSIONS)
+_BOOLEANS: Final = {b"true": True, b"false": False}
 _decode = msgspec.json.Decoder().decode
 
 
@@ -69,6 +73,8 @@ class Hints:
     completion_tokens: int | None = None
     priority: int | None = None
     client_retries: int = 0
+    idempotency_key: str | None = None
+    is_dry_run: bool = False
 
 
 def wanted(headers: Iterable[tuple[bytes, bytes]]) -> dict[bytes, bytes]:
@@ -94,6 +100,17 @@ def read(headers: Mapping[bytes, bytes], left_out: Mapping[str, Raw]) -> Hints |
         if not deadline_ms:
             return _wrong(DEADLINE, f"is not a number of milliseconds in 1..{DEADLINE_MS_MAX}")
         hints.deadline_ms = deadline_ms
+    if IDEMPOTENCY_KEY in headers:
+        key = _identifier(headers[IDEMPOTENCY_KEY], IDEMPOTENCY_KEY_CHARS_MAX)
+        if key is None:
+            words = f"is not 1 to {IDEMPOTENCY_KEY_CHARS_MAX} printable characters without spaces"
+            return _wrong(IDEMPOTENCY_KEY, words)
+        hints.idempotency_key = key
+    if DRY_RUN in headers:
+        asked = headers[DRY_RUN]
+        if asked not in _BOOLEANS:
+            return _wrong(DRY_RUN, "is neither `true` nor `false`")
+        hints.is_dry_run = _BOOLEANS[asked]
     if not _SESSION_SET.isdisjoint(headers):
         for name in SESSIONS:
             if name in headers and (session := _identifier(headers[name])) is not None:
@@ -171,9 +188,9 @@ def _small(value: Raw) -> Any:
     return None if len(memoryview(value)) > HINT_BYTES_MAX else _decode(value)
 
 
-def _identifier(value: bytes) -> str | None:
+def _identifier(value: bytes, chars_max: int = ID_CHARS_MAX) -> str | None:
     """An id of printable ASCII without spaces, or None."""
-    if not 0 < len(value) <= ID_CHARS_MAX or not value.isascii():
+    if not 0 < len(value) <= chars_max or not value.isascii():
         return None
     text = value.decode("ascii")
     return text if text.isprintable() and " " not in text else None

@@ -7,24 +7,35 @@ is not an answer of an engine is an entry of `wire/outcomes.py`.
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from controlplane.admission.response_cache import StoredAnswer
 from controlplane.domain.catalog import Principal
 from controlplane.domain.decision import Reason, Refuse
 from controlplane.domain.errors import StateUnavailable
+from controlplane.domain.outcome import RequestState
 from controlplane.gateway import body as bodies
-from controlplane.gateway import hints
+from controlplane.gateway import cached, hints, once
+from controlplane.gateway.answer_heads import Lines, ticket_lines
 from controlplane.gateway.body import Body, Flaw
+from controlplane.gateway.cached import CachedAnswers, Deal
+from controlplane.gateway.counting import count_answer
 from controlplane.gateway.exchange import Exchange, Send
-from controlplane.gateway.server import LINK, Link
+from controlplane.gateway.heartbeat import STREAM_HEAD, Heartbeat
+from controlplane.gateway.once import Once
+from controlplane.gateway.server import LINK, TURN, Link
+from controlplane.gateway.turn import Turn
 from controlplane.gateway.upstream import Upstream
 from controlplane.runtime.call import Call, monotonic_ms
+from controlplane.runtime.idempotency import Idempotency
 from controlplane.telemetry.metrics import Metrics
 from controlplane.telemetry.tracing import Tracing
 from controlplane.wire.openai import model_body, model_list_body
-from controlplane.wire.outcomes import error_response
+from controlplane.wire.outcomes import error_response, stream_error_event
+from policies.evaluate import Terms
 
 if TYPE_CHECKING:
     from controlplane.runtime.admit import Gate
@@ -49,8 +60,22 @@ class _ClientGone(Exception):
     """The client went away while its body was read."""
 
 
+@dataclass(slots=True)
+class Job:
+    """One checked call and where it came from. `turn` None: it came by uvicorn's own way."""
+
+    call: Call
+    body: Body
+    path: bytes
+    traceparent: bytes | None
+    link: Link | None
+    turn: Turn | None
+
+
 class HotPath:
-    """`fallback` serves every path that is not a model's. `tracing` None: no spans are built."""
+    """`fallback` serves every path that is not a model's. `tracing` None: no spans are built;
+    `idempotency` None: calls with a key are refused.
+    """
 
     def __init__(
         self,
@@ -60,12 +85,16 @@ class HotPath:
         fallback: App,
         *,
         tracing: Tracing | None = None,
+        idempotency: Idempotency | None = None,
     ) -> None:
         self._gate = gate
         self._upstream = upstream
         self._metrics = metrics
         self._fallback = fallback
         self._tracing = tracing
+        self._once = None if idempotency is None else Once(idempotency, metrics)
+        self._cached = CachedAnswers()
+        metrics.cache_bytes.watch(lambda: {(): self._cached.cache.bytes})
         self._started_s = int(time.time())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -117,12 +146,19 @@ class HotPath:
             await self._refuse(send, None, said)
             return
         call = _call_of(principal, endpoint, body, said, received_ms)
+        path = scope["path"].encode()
+        job = Job(call, body, path, headers.get(hints.TRACEPARENT), link, scope.get(TURN))
         if link is not None:
             link.cancel_on_loss()
         try:
-            await self._admit_and_serve(
-                call, body, scope=scope, headers=headers, send=send, link=link
-            )
+            if said.is_dry_run:
+                await self._dry_run(job, send)
+            elif said.idempotency_key is not None:
+                await self._answer_once(job, said.idempotency_key, send)
+            elif body.read.temperature == 0:
+                await self._answer(job, send)
+            else:
+                await self._serve(job, send)
         except asyncio.CancelledError:
             if link is None or not link.is_lost:
                 raise
@@ -131,24 +167,40 @@ class HotPath:
             if link is not None:
                 link.keep_on_loss()
 
-    async def _admit_and_serve(
-        self,
-        call: Call,
-        body: Body,
-        *,
-        scope: Scope,
-        headers: dict[bytes, bytes],
-        send: Send,
-        link: Link | None,
-    ) -> None:
-        ticket = await self._gate.admit(call)
+    async def _answer(self, job: Job, send: Send) -> bool:
+        """Answer a call from the stored answers or by an engine. Whether the client has its answer."""
+        if cached.may_repeat(job.body):
+            terms = self._gate.cache_terms(job.call)
+            # Terms that refuse the call are told by the gate's own decision on it.
+            if isinstance(terms, Terms) and terms.is_allowed and terms.cache_ttl_s > 0:
+                return await self._answer_shared(job, terms.cache_ttl_s, send)
+        exchange = await self._serve(job, send)
+        return exchange is not None and exchange.has_answered
+
+    async def _serve(
+        self, job: Job, send: Send, extra_head: Lines | None = None
+    ) -> Exchange | None:
+        """Admit a call and let an engine answer it. None: it was refused, and told so."""
+        call, link = job.call, job.link
+        heartbeat: Heartbeat | None = None
+        if call.is_stream and job.turn is not None:
+            heartbeat = Heartbeat(job.turn, self._gate, self._metrics, call)
+            call.on_waiting = heartbeat.tell
+            if call.request_id is None:
+                call.request_id = self._gate.new_id()
+        try:
+            ticket = await self._gate.admit(call)
+        except BaseException:
+            if heartbeat is not None and heartbeat.is_open:
+                heartbeat.fail(Refuse(Reason.NO_CAPACITY, "the call could not be answered"))
+            raise
+        finally:
+            if heartbeat is not None:
+                heartbeat.stop()
         if isinstance(ticket, Refuse):
-            await self._refuse(send, call, Flaw(ticket, None))
-            return
+            await self._refuse(send, call, Flaw(ticket, None), heartbeat=heartbeat)
+            return None
         tracing = self._tracing
-        trace = (
-            None if tracing is None else tracing.context(ticket.id, headers.get(hints.TRACEPARENT))
-        )
         exchange = Exchange(
             self._gate,
             self._upstream,
@@ -156,13 +208,82 @@ class HotPath:
             tracing,
             ticket=ticket,
             call=call,
-            body=body,
-            path=scope["path"].encode(),
+            body=job.body,
+            path=job.path,
             send=send,
-            trace=trace,
+            trace=None if tracing is None else tracing.context(ticket.id, job.traceparent),
             is_client_gone=_never if link is None else link.has_gone,
+            is_head_sent=heartbeat is not None and heartbeat.is_open,
+            extra_head=extra_head,
         )
         await exchange.run()
+        return exchange
+
+    # ------------------------------------------------------------ without an engine
+
+    async def _answer_shared(self, job: Job, ttl_s: int, send: Send) -> bool:
+        tenant_class = job.call.principal.tenant.tenant_class
+
+        async def make(recording: Send) -> Exchange | None:
+            self._metrics.cached_answers.add((tenant_class, "miss"))
+            return await self._serve(job, recording, [cached.MISS])
+
+        async def give(stored: StoredAnswer) -> bool:
+            return await self._give_stored(job, stored, send)
+
+        deal = Deal(cached.key_of(job.call, job.body), ttl_s, make, give)
+        return await self._cached.serve(job.call, deal, send)
+
+    async def _give_stored(self, job: Job, stored: StoredAnswer, send: Send) -> bool:
+        """A stored answer is a call like others: admitted, charged, settled; only no engine works."""
+        call, used = job.call, stored.usage
+        ticket = await self._gate.admit_cached(call, used)
+        if isinstance(ticket, Refuse):
+            await self._refuse(send, call, Flaw(ticket, None))
+            return False
+        now_ms = monotonic_ms()
+        e2e_ms = now_ms - call.received_ms
+        ttft_ms = e2e_ms if call.is_stream else None
+        state = RequestState.SUCCEEDED
+        # Nothing can go wrong any more that would be the call's.
+        self._gate.settle(ticket, state, used, None, ttft_ms, None, e2e_ms)
+        self._metrics.cached_answers.add((call.principal.tenant.tenant_class, "hit"))
+        model = ticket.model.name
+        count_answer(self._metrics, call, model, state, "", used, ttft_ms, None, e2e_ms)
+        ttl_s = max(0, stored.expires_ms - int(now_ms)) // 1000
+        headers = [*ticket_lines(ticket), cached.HIT, (b"x-headway-cache-ttl", b"%d" % ttl_s)]
+        await _send_stored(send, call, stored.body, headers)
+        return True
+
+    async def _answer_once(self, job: Job, key: str, send: Send) -> None:
+        call = job.call
+        if self._once is None:
+            words = "idempotency keys are not offered here; send the call without one"
+            param = hints.IDEMPOTENCY_KEY.decode()
+            await self._refuse(send, call, Flaw(Refuse(Reason.INVALID_REQUEST, words), param))
+            return
+        call.idempotency_key = key
+        request_id = call.request_id = self._gate.new_id()
+
+        async def serve(recording: Send) -> bool:
+            return await self._answer(job, recording)
+
+        known = await self._once.run(call, request_id, job.body, send, serve)
+        if isinstance(known, Refuse):
+            await self._refuse(send, call, Flaw(known, None))
+        elif known is not None:
+            self._metrics.requests.add(
+                (call.endpoint, self._model_label(call), call.principal.tenant.tenant_class,
+                 RequestState.SUCCEEDED, "")
+            )  # fmt: skip
+            headers = [*known.headers, once.REPLAY, *self._gate.rate_headers(call)]
+            await send({"type": "http.response.start", "status": known.status, "headers": headers})
+            await send({"type": "http.response.body", "body": known.body, "more_body": False})
+
+    async def _dry_run(self, job: Job, send: Send) -> None:
+        """What would be decided; nothing is reserved, asked or charged."""
+        decided = await self._gate.dry_run(job.call)
+        await _send_json(send, decided, ((b"x-headway-dry-run", b"true"),))
 
     async def _authenticate(self, headers: dict[bytes, bytes]) -> Principal | Refuse:
         sent = headers.get(hints.AUTHORIZATION, b"")
@@ -220,6 +341,7 @@ class HotPath:
         flaw: Flaw,
         *,
         extra: tuple[tuple[bytes, bytes], ...] = (),
+        heartbeat: Heartbeat | None = None,
     ) -> None:
         refuse = flaw.refuse
         decision = self._gate.refused(call, refuse)
@@ -230,11 +352,20 @@ class HotPath:
         model = tenant_class = endpoint = ""
         if call is not None:
             tenant_class, endpoint = call.principal.tenant.tenant_class, call.endpoint
-            # A name that is not in the catalogue is the client's text, and no label.
-            model = "" if self._gate.knows_model(call.model) is None else call.model
+            sent += self._gate.rate_headers(call)
+            model = self._model_label(call)
         self._metrics.requests.add((endpoint, model, tenant_class, "refused", refuse.reason))
+        if heartbeat is not None and heartbeat.is_open:
+            # The status has been told; what is left is the stream's last event.
+            event = stream_error_event(refuse)
+            await send({"type": "http.response.body", "body": event, "more_body": False})
+            return
         await send({"type": "http.response.start", "status": status, "headers": sent})
         await send({"type": "http.response.body", "body": body, "more_body": False})
+
+    def _model_label(self, call: Call) -> str:
+        """A name that is not in the catalogue is the client's text, and no label."""
+        return "" if self._gate.knows_model(call.model) is None else call.model
 
 
 def _call_of(
@@ -297,9 +428,26 @@ def _too_large(size: int) -> Flaw:
     )
 
 
-async def _send_json(send: Send, value: Any) -> None:
+async def _send_stored(send: Send, call: Call, body: bytes, headers: Lines) -> None:
+    """An answer that was given before, in one piece."""
+    if call.is_stream:
+        headers += STREAM_HEAD
+    else:
+        headers += [
+            (b"content-type", b"application/json"),
+            (b"content-length", b"%d" % len(body)),
+        ]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+async def _send_json(send: Send, value: Any, extra: tuple[tuple[bytes, bytes], ...] = ()) -> None:
     body = msgspec.json.encode(value)
-    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", b"%d" % len(body)),
+        *extra,
+    ]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     await send({"type": "http.response.body", "body": body, "more_body": False})
 

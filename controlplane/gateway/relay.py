@@ -28,6 +28,7 @@ _DONE: Final = b"[DONE]"
 # Values of `delta` and `text` that bring no token.
 _EMPTY: Final = frozenset({b'""', b"null", b"[]", b"{}"})
 _ABORT: Final = "abort"
+_LENGTH: Final = "length"
 _NULL: Final = b"null"
 
 _decode = msgspec.json.Decoder(Chunk).decode
@@ -36,16 +37,31 @@ _encode = msgspec.json.Encoder().encode
 _message = msgspec.json.Decoder(dict[str, Raw]).decode
 
 
+class _Ending(msgspec.Struct, frozen=True):
+    """A choice of a chunk, as far as it says which answer it ends."""
+
+    index: int = 0
+    finish_reason: str | None = None
+
+
+class _Endings(msgspec.Struct, frozen=True):
+    choices: list[_Ending] = []
+
+
+_endings = msgspec.json.Decoder(_Endings).decode
+
+
 class Tap:
     """Fed with an engine's bytes in any pieces; gives back what the client gets.
 
     `loss` is set when the stream can not end well; `is_done` when `[DONE]` has passed.
-    `tokens` counts pieces that carry output, which is about one per token.
+    `tokens` counts pieces that carry output, which is about one per token. `is_at_limit` is set when
+    an answer has ended at its token limit.
     """
 
     __slots__ = (
-        "_answers", "_held", "_held_bytes", "_hides_usage", "_tail", "finished", "has_token",
-        "is_done", "loss", "tokens", "usage",
+        "_answers", "_ended", "_held", "_held_bytes", "_hides_usage", "_tail", "finished",
+        "has_token", "is_at_limit", "is_done", "loss", "tokens", "usage",
     )  # fmt: skip
 
     def __init__(self, *, hides_usage: bool, answers: int = 1) -> None:
@@ -54,8 +70,11 @@ class Tap:
         self._tail = b""
         self._held: list[bytes] = []
         self._held_bytes = 0
+        # Which of several answers have ended.
+        self._ended: frozenset[int] = frozenset()
         self.finished = 0
         self.has_token = False
+        self.is_at_limit = False
         self.is_done = False
         self.loss: str | None = None
         self.tokens = 0
@@ -65,6 +84,13 @@ class Tap:
     def is_finished(self) -> bool:
         """Every answer has given the reason for its end."""
         return self.finished >= self._answers
+
+    @property
+    def unfinished(self) -> tuple[int, ...]:
+        """Indices of the answers that have not ended."""
+        if self._answers == 1:
+            return () if self.finished else (0,)
+        return tuple(index for index in range(self._answers) if index not in self._ended)
 
     def feed(self, data: bytes) -> bytes:
         """Take in some bytes; the bytes that can go to the client now."""
@@ -162,6 +188,11 @@ class Tap:
                 return b""
             if choice.finish_reason is not None:
                 self.finished += 1
+                self.is_at_limit = self.is_at_limit or choice.finish_reason == _LENGTH
+                if self._answers > 1:
+                    self._ended |= {
+                        one.index for one in _endings(payload).choices if one.finish_reason
+                    }
         if chunk.choices and _has_output(chunk):
             self.has_token = True
             self.tokens += 1

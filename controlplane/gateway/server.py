@@ -37,8 +37,9 @@ HOT_PATHS: Final = {
     b"/v1/completions": "/v1/completions",
 }
 
-# Where an ASGI application finds the connection of its request.
+# Where an ASGI application finds the connection of its request, and the turn that serves it.
 LINK: Final = "headway.link"
+TURN: Final = "headway.turn"
 
 
 class Link(HttpToolsProtocol):
@@ -141,6 +142,7 @@ class Link(HttpToolsProtocol):
         scope["method"] = "POST"
         scope["path"] = path
         turn = Turn(self, scope, keep_alive=parser.should_keep_alive())
+        scope[TURN] = turn  # type: ignore[typeddict-unknown-key]
         self.turn = turn
         self.cycle = turn  # type: ignore[assignment]
         return True

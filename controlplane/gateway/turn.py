@@ -76,8 +76,10 @@ class Turn:
         link.tasks.add(task)
 
     async def _run(self, app: App) -> None:
+        # The scope names the turn; neither is to outlive the call for holding the other.
+        scope, self._scope = self._scope, None
         try:
-            await app(self._scope, self.receive, self.send)
+            await app(scope, self.receive, self.send)
             if not self.response_complete and not self._link.is_lost:
                 log.error("a call was left without a whole answer")
                 self._link.transport.close()
@@ -115,8 +117,19 @@ class Turn:
         link = self._link
         if link.flow.write_paused and not link.is_lost:
             await link.flow.drain()
-        if link.is_lost:
-            return
+        if not link.is_lost:
+            self._write(message)
+
+    def send_now(self, message: dict[str, Any]) -> bool:
+        """Send without waiting. False, and nothing is sent, when the client is behind or gone."""
+        link = self._link
+        if link.flow.write_paused or link.is_lost:
+            return False
+        self._write(message)
+        return True
+
+    def _write(self, message: dict[str, Any]) -> None:
+        link = self._link
         if message["type"] == "http.response.start":
             self.response_started = True
             self._head = self._render_head(message["status"], message["headers"])

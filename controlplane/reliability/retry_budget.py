@@ -1,71 +1,113 @@
-"""How many retries a tenant and pool may make: a share of its requests, so that failures do not multiply.
+"""How many retries tenants and pools may make: a share of their requests, so that failures do not multiply.
 
-Both legs of a call, and the client's own retries, spend from the same budget. No clock.
+Both legs of a call, and the client's own retries, spend from the same budgets. No clock.
 """
 
-from collections import deque
+from collections import OrderedDict
+from dataclasses import dataclass
 from typing import Final
 
-WINDOW_MS: Final = 10_000
-RETRIES_PER_REQUEST_RATIO: Final = 0.1
-# What a quiet tenant may retry as well, per second of the window.
-RETRIES_PER_S_FREE: Final = 1
-# The window is counted in slices of this length, so that its memory does not grow with traffic.
-SLICE_MS: Final = 100
+from controlplane.reliability.window import Window
+
+# Retries of one request, whatever its budgets would still allow.
+RETRIES_PER_REQUEST_MAX: Final = 2
+# Budgets remembered; who has been quiet for longest is forgotten, and begins again with a full one.
+TENANTS_KEPT: Final = 10_000
+POOLS_KEPT: Final = 1_000
 
 
-class _Window:
-    """A count over the last WINDOW_MS, to the slice.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetryRules:
+    """Retries that a window of ten seconds may hold: `per_request_ratio` x first attempts + `free`."""
 
-    The slice that the window's edge cuts is counted whole when `is_edge_counted`, else not at all:
-    retries are never undercounted and requests never overcounted.
-    """
+    per_request_ratio: float
+    free: int
 
-    __slots__ = ("_is_edge_counted", "_slices", "total")
 
-    def __init__(self, *, is_edge_counted: bool) -> None:
-        self._is_edge_counted = is_edge_counted
-        self._slices: deque[list[int]] = deque()
-        self.total = 0
-
-    def add(self, now_ms: int) -> None:
-        self.expire(now_ms)
-        number = now_ms // SLICE_MS
-        if self._slices and self._slices[-1][0] >= number:
-            self._slices[-1][1] += 1
-        else:
-            self._slices.append([number, 1])
-        self.total += 1
-
-    def expire(self, now_ms: int) -> None:
-        edge = (now_ms - WINDOW_MS) // SLICE_MS
-        while self._slices and self._slices[0][0] <= edge - self._is_edge_counted:
-            self.total -= self._slices.popleft()[1]
+# A quiet tenant may retry once a second.
+TENANT_RULES: Final = RetryRules(per_request_ratio=0.1, free=10)
+# A pool's budget is what bounds attempts per request when every engine fails, so it gives away less.
+POOL_RULES: Final = RetryRules(per_request_ratio=0.1, free=3)
 
 
 class RetryBudget:
-    """INVARIANT I4: in any window, retries <= 10 % of the requests in it + 1 per second."""
+    """INVARIANT I4: in any window, retries made <= ratio x first attempts in it + what is free."""
 
-    __slots__ = ("_requests", "_retries")
+    __slots__ = ("_requests", "_retries", "_rules")
 
-    def __init__(self) -> None:
-        self._requests = _Window(is_edge_counted=False)
-        self._retries = _Window(is_edge_counted=True)
+    def __init__(self, rules: RetryRules = TENANT_RULES) -> None:
+        self._rules = rules
+        # Retries are never undercounted and requests never overcounted.
+        self._requests = Window(is_edge_counted=False)
+        self._retries = Window(is_edge_counted=True)
 
     def note_request(self, now_ms: int) -> None:
         """A first attempt arrived."""
         self._requests.add(now_ms)
 
-    def try_spend(self, now_ms: int) -> bool:
-        """Make one retry, if the budget has one left."""
+    def has_room(self, now_ms: int) -> bool:
         self._requests.expire(now_ms)
         self._retries.expire(now_ms)
-        if self._retries.total + 1 > self.allowed():
-            return False
+        allowed = self._requests.total * self._rules.per_request_ratio + self._rules.free
+        return self._retries.total + 1 <= allowed
+
+    def spend(self, now_ms: int) -> None:
+        """A retry is made, whether or not there was room: the client's own does not ask."""
         self._retries.add(now_ms)
+
+    def try_spend(self, now_ms: int) -> bool:
+        """Make one retry, if the budget has one left."""
+        if not self.has_room(now_ms):
+            return False
+        self.spend(now_ms)
         return True
 
-    def allowed(self) -> float:
-        """Retries that the window may hold, by the requests counted so far."""
-        free = RETRIES_PER_S_FREE * WINDOW_MS / 1000
-        return self._requests.total * RETRIES_PER_REQUEST_RATIO + free
+
+class RetryBudgets:
+    """The budgets of every tenant and of every pool; a retry needs room in both of its own."""
+
+    __slots__ = ("_pools", "_tenants")
+
+    def __init__(self, *, tenants_kept: int = TENANTS_KEPT, pools_kept: int = POOLS_KEPT) -> None:
+        self._tenants = _Kept(TENANT_RULES, tenants_kept)
+        self._pools = _Kept(POOL_RULES, pools_kept)
+
+    def note_request(self, tenant: str, pool: str, now_ms: int, client_retries: int) -> None:
+        """A request came in. One that the client repeats is a retry, and adds nothing to the budgets."""
+        for budget in (self._tenants.of(tenant), self._pools.of(pool)):
+            if client_retries > 0:
+                budget.spend(now_ms)
+            else:
+                budget.note_request(now_ms)
+
+    def try_spend(self, tenant: str, pool: str, now_ms: int, *, is_pool_overloaded: bool) -> bool:
+        """Make one retry, if both budgets have one left. Never on an overloaded pool: it would not help."""
+        if is_pool_overloaded:
+            return False
+        own, shared = self._tenants.of(tenant), self._pools.of(pool)
+        if not own.has_room(now_ms) or not shared.has_room(now_ms):
+            return False
+        own.spend(now_ms)
+        shared.spend(now_ms)
+        return True
+
+
+class _Kept:
+    """Budgets by name, a bounded number of them."""
+
+    __slots__ = ("_budgets", "_kept_max", "_rules")
+
+    def __init__(self, rules: RetryRules, kept_max: int) -> None:
+        self._rules = rules
+        self._kept_max = kept_max
+        self._budgets: OrderedDict[str, RetryBudget] = OrderedDict()
+
+    def of(self, name: str) -> RetryBudget:
+        budget = self._budgets.get(name)
+        if budget is not None:
+            self._budgets.move_to_end(name)
+            return budget
+        budget = self._budgets[name] = RetryBudget(self._rules)
+        if len(self._budgets) > self._kept_max:
+            self._budgets.popitem(last=False)
+        return budget

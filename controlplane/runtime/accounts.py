@@ -1,83 +1,172 @@
-"""Money in memory: one replica's slices of tenants' and workflows' budgets, refilled from Postgres.
+"""Budgets in memory: one replica's slices of tenants', keys' and workflows' accounts, refilled from Postgres.
 
 A slice is leased before it is spent, so that spent + reserved never passes the limit however many
-replicas spend. Refills of one account are single-flight.
+replicas spend. Refills of one account are single-flight; a slice that runs low is refilled before a
+call has to wait for it, as long as the account is far from its limit.
 """
 
 import asyncio
-import logging
+from typing import NamedTuple, Protocol
 
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from controlplane.admission.budget import Slice
+from controlplane.admission.budget import Hold, Slice, Unit
 from controlplane.domain.ids import ReplicaId
 from controlplane.runtime.call import monotonic_ms
 from controlplane.store import budgets
-
-log = logging.getLogger(__name__)
+from controlplane.store.budgets import BudgetRecord
 
 # A slice that nobody used for this long goes back, so that other replicas can have it.
 IDLE_MS_MAX = 30_000
 ACCOUNTS_MAX = 100_000
+SLICE_TOKENS = 500_000
+# A slice with less than this part of its size free is refilled in the background.
+LOW_DIVISOR = 4
+# What no account of a call counts has no bound.
+UNBOUNDED = 2**62 - 1
+
+
+class BudgetStore(Protocol):
+    """Where slices come from: the functions of `store/budgets.py`."""
+
+    async def lease(
+        self, engine: AsyncEngine, budget_id: str, replica_id: ReplicaId, at_least: int, wanted: int
+    ) -> int: ...
+
+    async def surrender(
+        self, engine: AsyncEngine, budget_id: str, replica_id: ReplicaId, amount: int
+    ) -> int: ...
+
+    async def read(self, engine: AsyncEngine, budget_id: str) -> BudgetRecord | None: ...
+
+
+class Settlement(NamedTuple):
+    """What a call was charged: of each unit, and as the journal wants it, by account."""
+
+    micro_usd: int
+    tokens: int
+    charges: tuple[tuple[str, int], ...]
+
+
+class Grant(NamedTuple):
+    """What a refill brought, and the least that it asked for."""
+
+    amount: int
+    at_least: int
 
 
 class Account:
     """One budget's slice, when it was last used, and the refill under way."""
 
-    __slots__ = ("budget_id", "refill", "slice", "used_ms")
+    __slots__ = ("budget_id", "is_scarce", "refill", "slice", "slice_size", "used_ms", "waiting")
 
-    def __init__(self, budget_id: str) -> None:
+    def __init__(self, budget_id: str, slice_size: int) -> None:
         self.budget_id = budget_id
         self.slice = Slice()
+        self.slice_size = slice_size
         self.used_ms = monotonic_ms()
-        self.refill: asyncio.Future[int] | None = None
+        self.refill: asyncio.Task[Grant] | None = None
+        # The last refill brought less than a whole slice: the limit is near.
+        self.is_scarce = False
+        # Calls that will reserve here once a refill has come.
+        self.waiting = 0
 
 
 class Accounts:
-    def __init__(self, engine: AsyncEngine, replica_id: ReplicaId, slice_micro_usd: int) -> None:
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        replica_id: ReplicaId,
+        slice_micro_usd: int,
+        slice_tokens: int = SLICE_TOKENS,
+        store: BudgetStore = budgets,
+    ) -> None:
         self._engine = engine
         self._replica_id = replica_id
-        self._slice_micro_usd = slice_micro_usd
+        self._slice_sizes = {Unit.MICRO_USD: slice_micro_usd, Unit.TOKENS: slice_tokens}
+        self._store = store
         self._accounts: dict[str, Account] = {}
-        self._tasks: set[asyncio.Task[int]] = set()
+        # Raised when Postgres took back what this replica held: grants from before are void.
+        self._generation = 0
+        self._tasks: set[asyncio.Task[Grant]] = set()
 
-    async def reserve_refilling(self, budget_id: str, amount_micro_usd: int) -> bool:
-        """Reserve, leasing more from Postgres while that helps. False: the budget is spent.
+    # ------------------------------------------------------------ calls
 
-        Awaits only when the slice held here is too small. Raises StateUnavailable when Postgres
-        can not be asked.
+    async def reserve_all(self, holds: tuple[Hold, ...]) -> Hold | None:
+        """Reserve every hold or none; the one that its account does not cover, or None when all are taken.
+
+        No two holds are of one account. Awaits only where a slice held here is too small. Raises
+        StateUnavailable when Postgres can not be asked; then, and when it is cancelled, nothing is
+        held.
         """
-        account = self._accounts.get(budget_id)
-        if account is None:
-            account = self._accounts[budget_id] = Account(budget_id)
-        while True:
-            account.used_ms = monotonic_ms()
-            if account.slice.reserve(amount_micro_usd):
-                return True
-            if account.refill is not None:
-                # Somebody else's refill may not suffice for both: look again after it.
-                await asyncio.shield(account.refill)
-                if account.slice.reserve(amount_micro_usd):
-                    return True
-                if account.refill is not None:
-                    continue
-            granted = await self._refill(account, amount_micro_usd)
-            if granted == 0:
-                return account.slice.reserve(amount_micro_usd)
+        for at, hold in enumerate(holds):
+            account = self._account(hold)
+            if account.slice.reserve(hold.amount):
+                self._refill_low(account)
+                continue
+            try:
+                is_reserved = await self._reserve_refilling(account, hold.amount)
+            except BaseException:
+                self._release(holds[:at])
+                raise
+            if not is_reserved:
+                self._release(holds[:at])
+                return hold
+        return None
 
-    def settle(self, budget_id: str, reserved_micro_usd: int, actual_micro_usd: int) -> int:
-        """Turn a reservation into a charge; what is returned was charged, never above what is held."""
-        account = self._accounts.get(budget_id)
-        if account is None:
-            msg = f"budget {budget_id} was settled without a reservation"
-            raise RuntimeError(msg)
-        account.used_ms = monotonic_ms()
-        return account.slice.settle(reserved_micro_usd, actual_micro_usd)
+    def settle_all(self, holds: tuple[Hold, ...], *, micro_usd: int, tokens: int) -> Settlement:
+        """End the holds of one call with what it used; what is returned was charged.
 
-    def charge_at_most(self, budget_id: str, reserved_micro_usd: int) -> int:
-        """The most that a settlement of this reservation can charge at this instant."""
-        account = self._accounts.get(budget_id)
-        return 0 if account is None else reserved_micro_usd + account.slice.free
+        All accounts of one unit are charged the same, and never more than each of them can pay: its
+        hold, and what is free beside it.
+        """
+        micro_usd = min(micro_usd, self.charge_at_most(holds, Unit.MICRO_USD))
+        tokens = min(tokens, self.charge_at_most(holds, Unit.TOKENS))
+        charges: list[tuple[str, int]] = []
+        for hold in holds:
+            amount = micro_usd if hold.unit is Unit.MICRO_USD else tokens
+            self._account(hold).slice.settle(hold.amount, amount)
+            charges.append((hold.budget_id, amount))
+        return Settlement(micro_usd, tokens, tuple(charges))
+
+    def charge_at_most(self, holds: tuple[Hold, ...], unit: Unit) -> int:
+        """The most that `settle_all` can charge in this unit at this instant; UNBOUNDED without holds in it."""
+        most = UNBOUNDED
+        for hold in holds:
+            if hold.unit is unit:
+                most = min(most, hold.amount + self._account(hold).slice.free)
+        return most
+
+    def try_extend(self, hold: Hold, more: int) -> bool:
+        """Raise a hold by `more` out of what is free here, at once or not at all.
+
+        True: the caller goes on with a hold of `amount + more`. What is missing is asked for behind the
+        caller's back, so that a later try can succeed.
+        """
+        account = self._account(hold)
+        if account.slice.reserve(more):
+            self._refill_low(account)
+            return True
+        if account.refill is None:
+            self._begin_refill(account, more)
+        return False
+
+    def try_extend_all(
+        self, holds: tuple[Hold, ...], *, micro_usd: int, tokens: int
+    ) -> tuple[Hold, ...] | None:
+        """The holds, each raised by what its unit says; None when one can not be, and none was then."""
+        raised: list[Hold] = []
+        for hold in holds:
+            more = micro_usd if hold.unit is Unit.MICRO_USD else tokens
+            if not self.try_extend(hold, more):
+                for before, after in zip(holds, raised, strict=False):
+                    added = after.amount - before.amount
+                    self._account(before).slice.settle(added, 0)
+                return None
+            raised.append(Hold(hold.budget_id, hold.unit, hold.amount + more))
+        return tuple(raised)
+
+    # ------------------------------------------------------------ upkeep
 
     async def surrender_idle(self) -> None:
         """Give back what idle accounts hold beyond their reservations."""
@@ -92,7 +181,7 @@ class Accounts:
             await self._surrender(account)
 
     def totals(self) -> dict[str, tuple[int, int]]:
-        """Per budget: micro-dollars (free, reserved) held here."""
+        """Per budget: (free, reserved) held here, in the budget's unit."""
         return {
             budget_id: (account.slice.free, account.slice.reserved)
             for budget_id, account in self._accounts.items()
@@ -100,38 +189,84 @@ class Accounts:
 
     def drop_free(self) -> None:
         """Forget what is free here without returning it: it has been returned already."""
+        self._generation += 1
         for account in self._accounts.values():
             account.slice.surrender(0)
+
+    # ------------------------------------------------------------ inside
+
+    def _account(self, hold: Hold) -> Account:
+        account = self._accounts.get(hold.budget_id)
+        if account is None:
+            size = self._slice_sizes[hold.unit]
+            account = self._accounts[hold.budget_id] = Account(hold.budget_id, size)
+        account.used_ms = monotonic_ms()
+        return account
+
+    def _release(self, holds: tuple[Hold, ...]) -> None:
+        for hold in holds:
+            self._account(hold).slice.settle(hold.amount, 0)
+
+    async def _reserve_refilling(self, account: Account, amount: int) -> bool:
+        """Reserve, leasing more from Postgres while that helps. False: the budget is spent."""
+        account.waiting += 1
+        try:
+            while not account.slice.reserve(amount):
+                refill = account.refill or self._begin_refill(account, amount)
+                # Others wait for it as well, and a grant must not be lost: it goes on when this
+                # caller is cancelled.
+                grant = await asyncio.shield(refill)
+                missing = amount - account.slice.free
+                if grant.amount == 0 and missing >= grant.at_least:
+                    return False
+        finally:
+            account.waiting -= 1
+        return True
+
+    def _refill_low(self, account: Account) -> None:
+        if (
+            account.slice.free * LOW_DIVISOR < account.slice_size
+            and account.refill is None
+            and not account.is_scarce
+        ):
+            self._begin_refill(account, 1)
+
+    def _begin_refill(self, account: Account, needed: int) -> "asyncio.Task[Grant]":
+        task = asyncio.ensure_future(self._lease(account, needed))
+        account.refill = task
+        self._tasks.add(task)
+        task.add_done_callback(self._refilled)
+        return task
+
+    def _refilled(self, task: "asyncio.Task[Grant]") -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # An outage is told to those who wait, and to nobody else.
+
+    async def _lease(self, account: Account, needed: int) -> Grant:
+        generation = self._generation
+        at_least = max(1, needed - account.slice.free)
+        wanted = max(needed, account.slice_size)
+        try:
+            granted = await self._store.lease(
+                self._engine, account.budget_id, self._replica_id, at_least, wanted
+            )
+        finally:
+            account.refill = None
+        account.is_scarce = granted < wanted
+        if generation == self._generation:
+            account.slice.grow(granted)
+        return Grant(granted, at_least)
 
     async def _surrender(self, account: Account) -> None:
         """Give back what is free. Raises StateUnavailable; an amount whose return is then unknown stays
         leased until this replica ends, since keeping it here could spend it twice.
         """
         if account.slice.free:
-            await budgets.read(self._engine, account.budget_id)
+            await self._store.read(self._engine, account.budget_id)
             amount = account.slice.surrender(0)
-            await budgets.surrender(self._engine, account.budget_id, self._replica_id, amount)
-        if account.slice.reserved == 0 and account.slice.free == 0 and account.refill is None:
-            self._accounts.pop(account.budget_id, None)
-
-    async def _refill(self, account: Account, needed: int) -> int:
-        """Lease from Postgres. The caller's cancellation does not cancel it: the grant must not be lost."""
-        task = asyncio.ensure_future(self._lease(account, needed))
-        account.refill = task
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return await asyncio.shield(task)
-
-    async def _lease(self, account: Account, needed: int) -> int:
-        try:
-            granted = await budgets.lease(
-                self._engine,
-                account.budget_id,
-                self._replica_id,
-                max(1, needed - account.slice.free),
-                max(needed, self._slice_micro_usd),
-            )
-            account.slice.grow(granted)
-            return granted
-        finally:
-            account.refill = None
+            await self._store.surrender(self._engine, account.budget_id, self._replica_id, amount)
+        is_used = account.slice.reserved or account.slice.free or account.refill or account.waiting
+        # Another one may stand in its place by now.
+        if not is_used and self._accounts.get(account.budget_id) is account:
+            del self._accounts[account.budget_id]

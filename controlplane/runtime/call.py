@@ -4,12 +4,16 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from controlplane.admission.budget import Hold
+from controlplane.admission.queue import Charge
 from controlplane.domain.catalog import Model, Principal
 from controlplane.domain.decision import Placement
 from controlplane.domain.fleet import EngineRow
 from controlplane.domain.ids import RequestId
 from controlplane.domain.request import Request
-from policies.evaluate import Terms
+from controlplane.runtime.rate_limits import UNLIMITED
+from policies.evaluate import Policy, StaticPart, Terms
+from policies.facts import LiveFacts, StaticFacts
 
 Address = tuple[str, int]
 
@@ -63,17 +67,20 @@ class Call:
 class Ticket:
     """One accepted request, from admission to settlement. Owned by the task that serves it.
 
-    `is_holding_prefill` and `is_holding_decode` say which credits are still taken;
-    `is_settled` makes settlement happen once. From `tokens_check_at` completion tokens on (0: never) the
-    relay asks whether the answer may go on. `rate_headers` and `warnings` are told to the client.
+    `is_holding_prefill` and `is_holding_decode` say which credits are still taken; `holds` what is
+    reserved of budgets, `grant` of rate limits, `charge` what its tenant was charged in fairness.
+    `is_settled` makes settlement happen once, `is_replayed` marks an answer from the response cache,
+    which no engine gave. From `tokens_check_at` completion tokens on (0: never) the relay asks whether
+    the answer may go on; `tokens_held` are covered by `holds`. `rate_headers` and `warnings` are told
+    to the client.
     """
 
     __slots__ = (
-        "attempt", "attempts_failed", "cache_salt", "call", "completion_tokens_max", "decided_ms",
-        "decisions", "decode_url", "id",
-        "is_first_token_seen", "is_holding_decode", "is_holding_prefill", "is_settled", "model", "opened_at_s",
-        "placement", "prefill_url", "queue_ms", "rate_headers", "request", "reserved_micro_usd", "tenant_budget",
-        "terms", "tokens_check_at", "warnings", "workflow_budget",
+        "attempt", "attempts_failed", "cache_salt", "call", "charge", "completion_tokens_max", "decided_ms",
+        "decisions", "decode_url", "grant", "holds", "id", "idle_until_ms", "is_first_token_seen", "is_holding_decode",
+        "is_holding_prefill", "is_replayed", "is_settled", "live", "model", "n", "opened_at_s", "part",
+        "placement", "policy", "prefill_url", "queue_class", "queue_ms", "rate_headers", "request",
+        "reserved_micro_usd", "rule", "static", "terms", "tokens_check_at", "tokens_held", "warnings",
     )  # fmt: skip
 
     # Set by the gate before it hands the ticket out.
@@ -86,11 +93,20 @@ class Ticket:
         request: Request,
         model: Model,
         terms: Terms,
+        policy: Policy,
+        static: StaticFacts,
+        part: StaticPart,
+        live: LiveFacts,
         completion_tokens_max: int,
+        n: int,
         cache_salt: str,
         reserved_micro_usd: int,
-        tenant_budget: str,
-        workflow_budget: str | None,
+        tokens_held: int,
+        holds: tuple[Hold, ...],
+        queue_class: str,
+        idle_until_ms: int,
+        rule: str,
+        warnings: tuple[str, ...],
         opened_at_s: float,
     ) -> None:
         self.id = request.id
@@ -98,12 +114,23 @@ class Ticket:
         self.request = request
         self.model = model
         self.terms = terms
+        self.policy = policy
+        self.static = static
+        self.part = part
+        self.live = live
         self.completion_tokens_max = completion_tokens_max
+        self.n = n
         self.cache_salt = cache_salt
         self.reserved_micro_usd = reserved_micro_usd
-        self.tenant_budget = tenant_budget
-        self.workflow_budget = workflow_budget
+        self.tokens_held = tokens_held
+        self.holds = holds
+        self.queue_class = queue_class
+        self.idle_until_ms = idle_until_ms
+        self.rule = rule
+        self.warnings = warnings
         self.opened_at_s = opened_at_s
+        self.grant = UNLIMITED
+        self.charge: Charge | None = None
         self.prefill_url: Address | None = None
         self.decode_url: Address = ("", 0)
         self.attempt = 0
@@ -114,7 +141,7 @@ class Ticket:
         self.is_holding_prefill = False
         self.is_holding_decode = False
         self.is_first_token_seen = False
+        self.is_replayed = False
         self.is_settled = False
         self.tokens_check_at = 0
         self.rate_headers: tuple[tuple[bytes, bytes], ...] = ()
-        self.warnings: tuple[str, ...] = ()

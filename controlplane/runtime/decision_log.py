@@ -22,10 +22,11 @@ from controlplane.domain.decision import (
     Refuse,
 )
 from controlplane.domain.request import Request
-from controlplane.runtime.call import wall_ms
+from controlplane.runtime.call import Ticket, wall_ms
 from controlplane.runtime.fleet_state import FleetState
 from controlplane.scheduler.explain import explain
 from controlplane.store.journal import DecisionRow, Journal
+from policies.facts import LiveFacts, StaticFacts, as_json
 
 DECISIONS_KEPT = 20_000
 SAMPLE_ONE_IN = 32
@@ -35,9 +36,13 @@ RECORDS_PER_SWEEP_MAX = 8
 
 
 class Decided(NamedTuple):
-    """What a decision was made from: the request, the tick of the fleet, the cached prompt tokens."""
+    """What a decision was made from: the request, what rules could read of it, the tick of the fleet, the
+    cached prompt tokens.
+    """
 
     request: Request
+    static: StaticFacts
+    live: LiveFacts
     tick: int
     cached: Mapping[int, int]
     now_ms: int
@@ -57,23 +62,30 @@ class DecisionLog:
 
     def record(
         self,
-        request: Request,
+        ticket: Ticket,
         cached: Mapping[int, int],
         decision: Decision,
         *,
         now_ms: int,
-        number: int,
-        revision: str,
     ) -> None:
         """Remember a decision, made just now and not yet committed to the rows."""
+        request = ticket.request
         decided = Decided(
-            request, self._fleet.ticks.mark(), cached, now_ms, decision, number, wall_ms(), revision
+            request,
+            ticket.static,
+            ticket.live,
+            self._fleet.ticks.mark(),
+            cached,
+            now_ms,
+            decision,
+            ticket.decisions,
+            wall_ms(),
+            ticket.policy.revision,
         )
         self._kept[request.id] = decided
         if len(self._kept) > DECISIONS_KEPT:
             self._kept.popitem(last=False)
-        is_sampled = xxhash.xxh3_64_intdigest(request.id.encode()) % SAMPLE_ONE_IN == 0
-        is_recorded = is_sampled or isinstance(decision, Refuse)
+        is_recorded = isinstance(decision, Refuse) or _is_sampled(request)
         if is_recorded and len(self._pending) < RECORDS_PENDING_MAX:
             self._pending.append(decided)
             return
@@ -103,6 +115,9 @@ class DecisionLog:
 
     def _row(self, decided: Decided, record: dict[str, Any] | None) -> DecisionRow:
         verdict, winner, reason = _verdict(decided.decision)
+        is_refused = isinstance(decided.decision, Refuse)
+        rule = decided.decision.rule or None if isinstance(decided.decision, Refuse) else None
+        is_sampled = _is_sampled(decided.request)
         return DecisionRow(
             request_id=decided.request.id,
             number=decided.number,
@@ -119,7 +134,17 @@ class DecisionLog:
             policy_revision=decided.revision,
             decided_at=datetime.fromtimestamp(decided.wall_ms / 1000.0, UTC),
             record=record,
+            tenant_id=decided.request.tenant,
+            model=decided.request.model,
+            rule=rule,
+            # Of an admitted call that is not sampled nothing can be replayed.
+            facts=as_json(decided.static, decided.live) if is_refused or is_sampled else None,
+            sample_weight=1 if is_refused else SAMPLE_ONE_IN,
         )
+
+
+def _is_sampled(request: Request) -> bool:
+    return xxhash.xxh3_64_intdigest(request.id.encode()) % SAMPLE_ONE_IN == 0
 
 
 def _verdict(decision: Decision) -> tuple[str, Placement | None, Reason | None]:

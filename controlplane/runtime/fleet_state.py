@@ -1,21 +1,24 @@
 """The live fleet of one replica: fed by agents' reports, and the only writer of engine rows.
 
 Knows what agents say and what this replica took; decides nothing. Every change of a row goes through
-the tick log first, so that a past decision can be explained from the rows as they stood.
+the tick log first, so that a past decision can be explained from the rows as they stood. What breakers,
+ramps and back-pressure make of it is worked out in `runtime/health.py`.
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from controlplane.domain.catalog import Catalog, Node, Role
 from controlplane.domain.decision import Placement
 from controlplane.domain.fleet import EngineRow
 from controlplane.domain.ids import EngineId, ModelName, NodeId
-from controlplane.domain.outcome import FAULTS, AttemptOutcome
+from controlplane.domain.outcome import AttemptOutcome
+from controlplane.domain.pool import OverrideMode, PoolFacts
 from controlplane.domain.request import Request
-from controlplane.reliability.breaker import Breaker, State, may_eject
-from controlplane.runtime.call import Address
+from controlplane.reliability.slow_start import ENGINE_RAMP_MS, POOL_RAMP_MS
+from controlplane.runtime.call import Address, monotonic_ms, wall_ms
+from controlplane.runtime.health import EngineHealth, FleetHealth, RegionHealth
 from controlplane.scheduler.perf_model import engine_rates
 from controlplane.scheduler.prefix_index import PrefixIndex
 from controlplane.scheduler.tick_log import TickLog
@@ -44,7 +47,7 @@ class EngineEntry:
     row: EngineRow
     facts: EngineFacts
     address: Address
-    breaker: Breaker
+    health: EngineHealth
 
 
 @dataclass(slots=True)
@@ -60,9 +63,25 @@ class NodeEntry:
 class FleetState:
     """Rows by index, engines by id, nodes by id, and what is eligible for a model."""
 
-    def __init__(self, prefixes: PrefixIndex, ticks: TickLog) -> None:
+    def __init__(
+        self,
+        prefixes: PrefixIndex,
+        ticks: TickLog,
+        *,
+        engine_ramp_ms: float = ENGINE_RAMP_MS,
+        pool_ramp_ms: float = POOL_RAMP_MS,
+        wall_ms: Callable[[], float] = wall_ms,
+    ) -> None:
+        """`wall_ms` is the clock by which agents say when an engine started."""
         self.prefixes = prefixes
         self.ticks = ticks
+        self._health = FleetHealth(
+            self.rows_for,
+            ticks,
+            engine_ramp_ms=engine_ramp_ms,
+            pool_ramp_ms=pool_ramp_ms,
+            wall_ms=wall_ms,
+        )
         self.nodes: dict[NodeId, NodeEntry] = {}
         self._catalog: Catalog | None = None
         self._by_model: dict[ModelName, tuple[EngineRow, ...]] = {}
@@ -108,6 +127,33 @@ class FleetState:
 
     def gpu_mask(self, names: tuple[str, ...] | None) -> int:
         return _mask(tuple(self.catalog.gpu_types), names)
+
+    # ------------------------------------------------------------ health
+
+    def pool(self, model: ModelName, now_ms: float | None = None) -> PoolFacts:
+        """The engines of `model` as a whole, at most 100 ms old."""
+        return self._health.pool(model, monotonic_ms() if now_ms is None else now_ms)
+
+    def pool_ramp_ratio(self, model: ModelName, now_ms: float | None = None) -> float:
+        """1 for a warm pool, 0 for a cold one that has served nothing yet."""
+        return self.pool(model, now_ms).ramp_ratio
+
+    def use_stretch(self, model: ModelName, tpot_stretch_ratio: float | None) -> None:
+        """Bound calls in flight so that TPOT stays within this multiple of an empty engine's.
+
+        None: only credits bound them.
+        """
+        self._health.use_stretch(model, tpot_stretch_ratio)
+
+    def use_overrides(
+        self, overrides: Mapping[str, OverrideMode], now_ms: float | None = None
+    ) -> None:
+        """Take operators' decisions: `engine:ID` or `pool:MODEL/REGION` to how its breaker is held."""
+        self._health.use_overrides(overrides, monotonic_ms() if now_ms is None else now_ms)
+
+    def regions(self) -> list[RegionHealth]:
+        """The breakers of pools, by model and region."""
+        return self._health.regions()
 
     # ------------------------------------------------------------ declarations
 
@@ -157,11 +203,12 @@ class FleetState:
                 is_restarted = known.facts.started_ms != facts.started_ms
                 known.facts = facts
                 self._replace_row(node, declared, known)
-                if is_restarted:
+                if is_restarted and self._is_current(known.row):
                     self.prefixes.forget(known.row.index)
-                    known.breaker = Breaker()
-                    known.row.is_suspect = False
+                    known.health = self._health.joined(known.row, facts)
         self._changed()
+        for entry in node.engines.values():
+            self._health.declared(entry.row, entry.facts.state, now_ms)
         return True
 
     def beat(self, message: Beat, now_ms: float) -> bool:
@@ -180,7 +227,8 @@ class FleetState:
                 continue
             if entry.facts.state is not state:
                 is_known = False
-            self._set_accepting(entry.row, is_accepting=self._may_accept(node.id, state))
+            if self._set_accepting(entry.row, is_accepting=self._may_accept(node.id, state)):
+                self._health.declared(entry.row, state, now_ms)
         return is_known and not is_back
 
     def bye(self, message: Bye) -> None:
@@ -249,6 +297,7 @@ class FleetState:
             row.kv_tokens_lent = kv_tokens
             row.credits_expire_ms = expire_ms
             row.credits_epoch = grant.agent_epoch
+            self._health.lent(row, asked_ms)
         return True
 
     def take(self, request: Request, placement: Placement) -> None:
@@ -257,6 +306,7 @@ class FleetState:
         self.ticks.before_change(row)
         row.seats_taken += 1
         row.kv_tokens_taken += placement.kv_tokens
+        self._health.dispatched(row, request)
         computed = max(0, request.prompt_tokens - placement.cached_tokens)
         prefill = placement.prefill
         if prefill is None:
@@ -283,30 +333,40 @@ class FleetState:
 
     # ------------------------------------------------------------ what serving teaches
 
-    def attempted(self, row: EngineRow, outcome: AttemptOutcome, now_ms: float) -> None:
-        entry = self._by_index.get(row.index)
-        if entry is None or entry.row is not row:
-            return
-        breaker = entry.breaker
-        breaker.record(outcome, int(now_ms))
-        if outcome in FAULTS or entry.row.is_suspect or breaker.state is not State.CLOSED:
-            self._update_suspicion(entry, now_ms)
+    def attempted(
+        self,
+        row: EngineRow,
+        outcome: AttemptOutcome,
+        now_ms: float,
+        *,
+        began_ms: float | None = None,
+        retry_after_ms: int | None = None,
+    ) -> None:
+        """How a call of an engine ended, while it still holds its seat.
+
+        `began_ms` is the instant that `began` was told of the same placement; `retry_after_ms` is what
+        an engine said that refused.
+        """
+        if self._is_current(row):
+            self._health.attempted(row, outcome, now_ms, began_ms, retry_after_ms)
 
     def began(self, placement: Placement, now_ms: float) -> None:
-        """Calls go to these engines: the breakers that are half-open count them as probes."""
+        """Calls go to these engines: breakers that are half-open count them as probes."""
         for row in (placement.decode, placement.prefill):
-            entry = None if row is None else self._by_index.get(row.index)
-            if entry is not None and entry.breaker.state is State.HALF_OPEN:
-                entry.breaker.began(int(now_ms))
-                self._update_suspicion(entry, now_ms)
+            if row is not None and self._is_current(row):
+                self._health.began(row, now_ms)
 
     def look_again(self, now_ms: float) -> None:
-        """Let breakers whose time has come try their engines again."""
-        for entry in self.entries():
-            self._update_suspicion(entry, now_ms)
+        """Let time pass: breakers try their engines again, ramps go on, restraints end."""
+        self._health.look_again(now_ms)
 
-    def first_token(self, row: EngineRow, predicted_ms: float, actual_ms: float) -> None:
+    def first_token(
+        self, row: EngineRow, predicted_ms: float, actual_ms: float, now_ms: float | None = None
+    ) -> None:
         """Correct the row's TTFT prediction towards what was measured, within bounds."""
+        if self._is_current(row):
+            instant_ms = monotonic_ms() if now_ms is None else now_ms
+            self._health.first_token(row, predicted_ms, actual_ms, instant_ms)
         if predicted_ms <= 0:
             return
         ratio = row.ttft_correction * actual_ms / predicted_ms
@@ -324,26 +384,24 @@ class FleetState:
             msg = f"credits of {row.engine_id} were released twice"
             raise RuntimeError(msg)
 
-    def _update_suspicion(self, entry: EngineEntry, now_ms: float) -> None:
-        is_suspect = not entry.breaker.allows(int(now_ms))
-        if is_suspect and not entry.row.is_suspect:
-            pool = self.rows_for(entry.row.model)
-            if not may_eject(sum(row.is_suspect for row in pool), len(pool)):
-                return
-        if is_suspect != entry.row.is_suspect:
-            self.ticks.before_change(entry.row)
-            entry.row.is_suspect = is_suspect
+    def _is_current(self, row: EngineRow) -> bool:
+        """The row has not left the fleet while a call held it."""
+        entry = self._by_index.get(row.index)
+        return entry is not None and entry.row is row
 
     def _may_accept(self, node_id: NodeId, state: EngineState) -> bool:
         declared = self.catalog.nodes.get(node_id)
         return declared is not None and not declared.is_cordoned and state is EngineState.SERVING
 
-    def _set_accepting(self, row: EngineRow, *, is_accepting: bool) -> None:
+    def _set_accepting(self, row: EngineRow, *, is_accepting: bool) -> bool:
+        """Whether it accepts now and did not before."""
+        has_begun = is_accepting and not row.is_accepting
         if row.is_accepting != is_accepting or row.is_warm != is_accepting:
             self.ticks.before_change(row)
             row.is_accepting = is_accepting
             if is_accepting:
                 row.is_warm = True
+        return has_begun
 
     def _void_credits(self, row: EngineRow) -> None:
         self.ticks.before_change(row)
@@ -364,7 +422,8 @@ class FleetState:
             self._index_next += 1
         row = self._make_row(declared, facts, index)
         self.prefixes.set_capacity(index, row.kv_tokens_capacity)
-        entry = EngineEntry(row, facts, (declared.address, facts.port), Breaker())
+        health = self._health.joined(row, facts)
+        entry = EngineEntry(row, facts, (declared.address, facts.port), health)
         node.engines[row.engine_id] = entry
         self._by_index[index] = entry
         self._by_id[row.engine_id] = entry
@@ -377,6 +436,7 @@ class FleetState:
         del self._by_index[row.index]
         if self._by_id.get(row.engine_id) is entry:
             del self._by_id[row.engine_id]
+        self._health.left(row)
         self.prefixes.forget(row.index)
         self._free_indexes.append(row.index)
         self._changed()

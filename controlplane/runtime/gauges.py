@@ -1,5 +1,8 @@
 """Gauges that ask their owners when they are read: fleet, queue, journal."""
 
+from collections.abc import Callable
+
+from controlplane.admission.load import PoolLoad
 from controlplane.domain.fleet import EngineRow
 from controlplane.runtime.admit import Gate
 from controlplane.store.journal import Journal
@@ -19,6 +22,16 @@ def watch(metrics: Metrics, gate: Gate, journal: Journal) -> None:
     metrics.queue_depth.watch(
         lambda: {(model,): float(waiting) for model, waiting in gate.pump.depths().items()}
     )
+
+    def per_pool(read: Callable[[PoolLoad], float]) -> Callable[[], dict[Labels, float]]:
+        return lambda: {(model,): float(read(load)) for model, load in gate.loads.all()}
+
+    metrics.pool_seats_promised.watch(per_pool(lambda load: load.commitments.seats()))
+    metrics.pool_committed_ratio.watch(per_pool(lambda load: load.committed_ratio))
+    metrics.pool_stretch_ratio.watch(per_pool(lambda load: load.stretch_ratio))
+    metrics.pool_price.watch(per_pool(lambda load: load.price_micro_usd_per_s / 1e6))
+    metrics.pool_appointments.watch(per_pool(lambda load: len(load.appointments)))
+    metrics.pool_level.watch(per_pool(lambda load: load.levels.cursor))
     metrics.journal_depth.watch(lambda: {(): float(journal.entries_waiting)})
 
 

@@ -10,13 +10,14 @@ from controlplane.bus import Bus
 from controlplane.domain.errors import BusUnavailable, StateUnavailable
 from controlplane.domain.ids import ReplicaId
 from controlplane.runtime.accounts import Accounts
+from controlplane.runtime.admit import Gate
 from controlplane.runtime.agents import Agents
 from controlplane.runtime.call import monotonic_ms
 from controlplane.runtime.decision_log import DecisionLog
 from controlplane.runtime.fleet_state import FleetState
+from controlplane.runtime.policy_state import POLICY_INTERVAL_S
 from controlplane.runtime.principals import Principals
-from controlplane.runtime.queue_pump import QueuePump
-from controlplane.store import catalog, commands, leadership, reaper, replicas
+from controlplane.store import breakers, budgets, catalog, commands, leadership, reaper, replicas
 from dataplane.protocol.messages import Command, encode
 
 log = logging.getLogger(__name__)
@@ -28,6 +29,7 @@ REAP_INTERVAL_S = 2.0
 LEADER_INTERVAL_S = 2.0
 COMMAND_INTERVAL_S = 0.25
 SURRENDER_INTERVAL_S = 5.0
+ROLL_OVER_INTERVAL_S = 5.0
 COMMANDS_PER_PASS_MAX = 100
 
 
@@ -81,7 +83,7 @@ class Loops:
         accounts: Accounts,
         principals: Principals,
         decisions: DecisionLog,
-        pump: QueuePump,
+        gate: Gate,
         leader: Leadership,
         replica_id: ReplicaId,
         replica_ttl_s: float,
@@ -94,7 +96,7 @@ class Loops:
         self._accounts = accounts
         self._principals = principals
         self._decisions = decisions
-        self._pump = pump
+        self._gate = gate
         self._leader = leader
         self._replica_id = replica_id
         self._replica_ttl_s = replica_ttl_s
@@ -109,6 +111,8 @@ class Loops:
             every(LEADER_INTERVAL_S, "leadership", self._leader.claim),
             every(COMMAND_INTERVAL_S, "commands", self._send_commands),
             every(SURRENDER_INTERVAL_S, "surrender", self._accounts.surrender_idle),
+            every(POLICY_INTERVAL_S, "policies", self._gate.policies.refresh),
+            every(ROLL_OVER_INTERVAL_S, "roll_over", self._roll_over),
         ]
 
     async def _sweep(self) -> None:
@@ -116,14 +120,14 @@ class Loops:
         if self._bus.is_connected:
             self._fleet.silence(now_ms, self._node_silence_ms_max)
         self._fleet.look_again(now_ms)
-        self._pump.expire(int(now_ms))
-        self._pump.offer()
+        self._gate.sweep(now_ms)
         self._decisions.write_records()
 
     async def _read_catalog(self) -> None:
         revision = await catalog.catalog_revision(self._engine)
         if revision != self._fleet.catalog.revision:
             self._fleet.use_catalog(await catalog.load_catalog(self._engine))
+            self._fleet.use_overrides(await breakers.load(self._engine))
             self._principals.forget()
             await self._agents.roll_call()
 
@@ -132,6 +136,7 @@ class Loops:
             # Reaped while it was cut off: its slices were returned and belong to others by now.
             log.error("replica_was_reaped", extra={"fields": {"replica": self._replica_id}})
             self._accounts.drop_free()
+        self._gate.use_replicas(await replicas.count_live(self._engine, self._replica_ttl_s))
         await catalog.touch_nodes(
             self._engine, self._fleet.heard_since(monotonic_ms() - BEAT_INTERVAL_S * 1000.0)
         )
@@ -148,6 +153,10 @@ class Loops:
                     }
                 },
             )
+
+    async def _roll_over(self) -> None:
+        if self._leader.epoch is not None:
+            await budgets.roll_over(self._engine)
 
     async def _send_commands(self) -> None:
         epoch = self._leader.epoch

@@ -4,18 +4,19 @@ The order is the queue's (`admission/queue.py`); a call is bound to an engine on
 """
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from controlplane.admission.queue import Waiting, WaitingQueue
+from controlplane.admission.queue import Answer, TurnedAway, Waiting, WaitingQueue
 from controlplane.domain.decision import Placement, Queue, Reason, Refuse
+from controlplane.domain.ids import ModelName
 from controlplane.runtime.call import Ticket, monotonic_ms
 from controlplane.runtime.credits import CreditKeeper
 
 # Calls offered a seat in one pass, so that a long queue does not hold the event loop.
 TRIES_PER_PASS_MAX = 64
-RETRY_MS = 2_000
+# A client that waits hears of it this often: proxies cut what is silent for longer, 15 s at the least.
+HEARTBEAT_MS = 5_000
 
 Outcome = Placement | Queue | Refuse
 Place = Callable[[Ticket], Outcome]
@@ -23,122 +24,170 @@ Place = Callable[[Ticket], Outcome]
 
 @dataclass(slots=True)
 class Waiter:
-    """Who waits: its ticket, since when, and the future to resolve."""
+    """Who waits: its ticket, since when, the future to resolve, and when it is told next."""
 
     ticket: Ticket
     queued_ms: float
     outcome: "asyncio.Future[Placement | Refuse]"
+    beat_ms: float
 
 
 class QueuePump:
-    """`place` decides and commits one call; the gate sets it before the first call."""
+    """`place` decides and commits one call, `waited` hears how long each call waited, `is_idle` says
+    whether a model has capacity to spare; the gate sets them before the first call.
+    """
 
     place: Place
+    waited: Callable[[Ticket, float], None]
+    is_idle: Callable[[ModelName], bool]
 
     def __init__(
         self, keeper: CreditKeeper, *, calls_max: int, bytes_max: int, wait_ms_max: int
     ) -> None:
         self._keeper = keeper
-        self._queue: WaitingQueue[Waiter] = WaitingQueue(calls_max, bytes_max)
-        self._models: Counter[str] = Counter()
+        self.queue: WaitingQueue[Waiter] = WaitingQueue(calls_max, bytes_max)
+        self._models: set[ModelName] = set()
         self._wait_ms_max = wait_ms_max
         self._is_scheduled = False
         self.calls_max = calls_max
 
     @property
     def waiting(self) -> int:
-        return len(self._queue)
+        return len(self.queue)
 
     def depths(self) -> dict[str, int]:
-        """Waiting calls by model."""
-        return dict(self._models)
+        """Waiting calls by model, without postponed ones."""
+        return {model: self.queue.waiting_for(model) for model in self._models}
 
-    def is_waiting_for(self, model: str) -> bool:
+    def is_waiting_for(self, model: ModelName) -> bool:
         """Whether somebody waits for `model` already; who comes now goes behind."""
-        return model in self._models
+        return self.queue.waiting_for(model) > 0
 
-    async def wait(self, ticket: Ticket, reason: Reason) -> Placement | Refuse:
+    def wait_ms_of(self, model: ModelName) -> int:
+        """How long who comes now is likely to wait; 0 while nobody does."""
+        if not self.is_waiting_for(model):
+            return 0
+        return self.queue.retry_after_ms(model, int(monotonic_ms()))
+
+    async def wait(self, ticket: Ticket, reason: Reason, cached_tokens: int) -> Placement | Refuse:
         """Wait for a seat. Cancelling gives the place in the queue up.
 
         A placement has been committed when it is returned; also when the caller is cancelled just
         then, so it must look at what its ticket holds.
         """
         request = ticket.request
-        waiter = Waiter(ticket, monotonic_ms(), asyncio.get_running_loop().create_future())
-        body_bytes = ticket.call.prompt_bytes
-        if not self._queue.push(Waiting(request, waiter, body_bytes)):
-            return Refuse(
-                Reason.QUEUE_FULL,
-                f"{len(self._queue)} calls wait already; come back later",
-                RETRY_MS,
+        now_ms = monotonic_ms()
+        waiter = Waiter(
+            ticket, now_ms, asyncio.get_running_loop().create_future(), now_ms + HEARTBEAT_MS
+        )
+        item = Waiting(
+            request,
+            waiter,
+            ticket.call.prompt_bytes,
+            queue_class=ticket.queue_class,
+            cached_tokens=cached_tokens,
+            gives_up_ms=self._gives_up_ms(ticket, int(now_ms)),
+            idle_until_ms=ticket.idle_until_ms,
+        )
+        entered = self.queue.enter(item, int(now_ms))
+        if isinstance(entered, TurnedAway):
+            return Refuse(entered.reason, entered.detail, entered.retry_after_ms)
+        for evicted in entered.evicted:
+            self._resolve(
+                evicted.ticket,
+                Refuse(
+                    Reason.QUEUE_FULL,
+                    "the queue is full and a call of higher priority took the place; come back later",
+                    self.queue.retry_after_ms(evicted.request.model, int(now_ms)),
+                ),
             )
-        self._models[request.model] += 1
+        self._models.add(request.model)
         if reason is Reason.QUEUE_FULL or reason is Reason.NO_CAPACITY:
             self._keeper.contended(request.model)
         self.offer()
         try:
             return await waiter.outcome
         finally:
-            if self._queue.remove(request.id) is not None:
-                self._left(request.model)
+            self.queue.remove(request.id)
+
+    def contended(self, model: ModelName) -> None:
+        """Somebody was refused for load: what the agents could still lend is asked for."""
+        self._keeper.contended(model)
 
     def offer(self) -> None:
         """Something may have freed a seat: look soon, once, however often this is called."""
-        if self._models and not self._is_scheduled:
+        if len(self.queue) and not self._is_scheduled:
             self._is_scheduled = True
             asyncio.get_running_loop().call_soon(self._pass)
 
-    def expire(self, now_ms: int) -> None:
-        """Answer calls whose deadline has come, or that have waited as long as any may."""
-        for item in self._queue.expire(now_ms):
-            self._left(item.request.model)
-            self._resolve(
-                item.ticket,
-                Refuse(
-                    Reason.DEADLINE_UNREACHABLE, "the deadline passed while the call waited", None
-                ),
+    def sweep(self, now_ms: float) -> None:
+        """Answer calls whose deadline has come or that have waited as long as any may, and tell the others
+        that they still wait. Several times a second.
+        """
+        for item in self.queue.expire(int(now_ms)):
+            self._resolve(item.ticket, self._too_late(item, int(now_ms)))
+        for item in self.queue.items():
+            waiter = item.ticket
+            if now_ms < waiter.beat_ms:
+                continue
+            waiter.beat_ms = now_ms + HEARTBEAT_MS
+            tell = waiter.ticket.call.on_waiting
+            if tell is not None:
+                tell(
+                    self.queue.position(item.request.id) or 0,
+                    self.queue.predicted_wait_ms(
+                        item.request, int(now_ms), waiter.ticket.queue_class
+                    )
+                    or 0,
+                )
+
+    def _gives_up_ms(self, ticket: Ticket, now_ms: int) -> int:
+        """What is begun is carried on until its deadline, and what was postponed has time."""
+        request = ticket.request
+        if request.is_begun or request.not_before_ms or request.waits_for_idle:
+            return 0
+        return now_ms + self._wait_ms_max
+
+    def _too_late(self, item: Waiting[Waiter], now_ms: int) -> Refuse:
+        request = item.request
+        if request.not_before_ms > now_ms:
+            return Refuse(
+                Reason.DEFERRED,
+                f"the rule `{item.ticket.ticket.rule}` postpones this call beyond its deadline; send it"
+                " again with a later one, or when its time has come",
+                request.not_before_ms - now_ms,
+                rule=item.ticket.ticket.rule,
             )
-        tired = [
-            item
-            for item in self._queue.ordered()
-            if now_ms - item.ticket.queued_ms > self._wait_ms_max
-        ]
-        for item in tired:
-            self._queue.remove(item.request.id)
-            self._left(item.request.model)
-            seconds = self._wait_ms_max / 1000
-            self._resolve(
-                item.ticket,
-                Refuse(Reason.QUEUE_FULL, f"no seat became free in {seconds:g} s", RETRY_MS),
+        if now_ms >= request.deadline_ms:
+            return Refuse(
+                Reason.DEADLINE_UNREACHABLE, "the deadline passed while the call waited", None
             )
+        return Refuse(
+            Reason.QUEUE_FULL,
+            f"no seat became free in {self._wait_ms_max / 1000:g} s",
+            self.queue.retry_after_ms(request.model, now_ms),
+        )
 
     def _pass(self) -> None:
         self._is_scheduled = False
-        blocked: set[str] = set()
+        now_ms = monotonic_ms()
 
-        def is_ready(item: Waiting[Waiter]) -> bool:
-            # Once a model's first call does not fit, none of its later ones is asked: small calls
-            # would overtake large ones for ever.
-            model = item.request.model
-            if model in blocked:
-                return False
-            outcome = self.place(item.ticket.ticket)
+        def ask(item: Waiting[Waiter]) -> Answer:
+            waiter = item.ticket
+            outcome = self.place(waiter.ticket)
             if isinstance(outcome, Queue):
-                blocked.add(model)
-                return False
-            self._resolve(item.ticket, outcome)
-            return True
+                return Answer.STAYS
+            self._resolve(waiter, outcome)
+            if isinstance(outcome, Refuse):
+                return Answer.LEAVES
+            self.waited(waiter.ticket, now_ms - waiter.queued_ms)
+            return Answer.GOES
 
-        ready = self._queue.pop_ready(is_ready, TRIES_PER_PASS_MAX)
-        for item in ready:
-            self._left(item.request.model)
-        if len(ready) == TRIES_PER_PASS_MAX:
+        gone = self.queue.dispatch(ask, TRIES_PER_PASS_MAX, int(now_ms), self.is_idle)
+        for item in gone:
+            item.ticket.ticket.charge = self.queue.charge_of(item.request.id)
+        if len(gone) == TRIES_PER_PASS_MAX:
             self.offer()
-
-    def _left(self, model: str) -> None:
-        self._models[model] -= 1
-        if self._models[model] <= 0:
-            del self._models[model]
 
     def _resolve(self, waiter: Waiter, outcome: Placement | Refuse) -> None:
         if not waiter.outcome.done():

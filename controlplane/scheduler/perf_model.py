@@ -15,7 +15,7 @@ type left out. What it misses on an engine, `EngineRow.ttft_correction` learns o
 # ruff: noqa: FURB136, PLR1730
 
 from dataclasses import dataclass
-from math import log2
+from math import ceil, log2
 from typing import Final
 
 from controlplane.domain.catalog import GpuType, Model
@@ -109,6 +109,26 @@ def engine_rates(model: Model, gpu: GpuType, gpus: int) -> EngineRates:
         kv_price_micro_usd_per_token_s=micro_usd_per_ms * MS_PER_S / max(1, kv_tokens),
         load_ms=model.load_ms,
     )
+
+
+# With fewer calls in flight an engine's batches do not pay.
+SEATS_BOUND_MIN: Final = 2
+
+
+def seats_within(row: EngineRow, tpot_stretch_ratio: float, context_tokens: float) -> int:
+    """Calls in flight with which TPOT stays within `tpot_stretch_ratio` of an empty engine's.
+
+    Each call adds its own FLOPs and the reading of its KV to a step; `context_tokens` is what a call
+    of this engine holds on average. Never more than the engine has seats.
+    """
+    stretch_ms = (tpot_stretch_ratio - 1.0) * row.decode_ms_base
+    each_ms = row.decode_ms_per_seq + row.decode_ms_per_kv_token * context_tokens
+    if each_ms <= 0.0:
+        return row.seats_capacity
+    seats = ceil(stretch_ms / each_ms)
+    if seats < SEATS_BOUND_MIN:
+        seats = SEATS_BOUND_MIN
+    return seats if seats < row.seats_capacity else row.seats_capacity
 
 
 def prefill_ms(row: EngineRow, new_tokens: int, context: int) -> float:

@@ -195,9 +195,9 @@ _tenant_columns = (
     tables.tenants.c.is_disabled,
     tables.tenants.c.budget_id,
     tables.tenants.c.created_at,
-    tables.budgets.c.limit_micro_usd,
-    tables.budgets.c.spent_micro_usd,
-    tables.budgets.c.reserved_micro_usd,
+    tables.budgets.c.limit.label("limit_micro_usd"),
+    tables.budgets.c.spent.label("spent_micro_usd"),
+    tables.budgets.c.reserved.label("reserved_micro_usd"),
 )
 
 
@@ -277,7 +277,7 @@ async def create_tenant(
             budget_id = tenant_budget_id(tenant_id)
             await connection.execute(
                 insert(tables.budgets)
-                .values(id=budget_id, limit_micro_usd=budget_micro_usd)
+                .values(id=budget_id, limit=budget_micro_usd)
                 .on_conflict_do_nothing()
             )
             added = await connection.execute(
@@ -416,14 +416,14 @@ async def _apply(connection: AsyncConnection, cluster: ClusterDocument) -> None:
     for tenant in sorted(cluster.tenants, key=lambda entry: entry.id):
         budget_id = tenant_budget_id(TenantId(tenant.id))
         limit = round(tenant.budget_usd * MICRO_USD_PER_USD)
-        budget = insert(tables.budgets).values(id=budget_id, limit_micro_usd=limit)
+        budget = insert(tables.budgets).values(id=budget_id, limit=limit)
         await connection.execute(
             budget.on_conflict_do_update(
                 index_elements=["id"],
                 set_={
-                    "limit_micro_usd": func.greatest(
-                        budget.excluded.limit_micro_usd,
-                        tables.budgets.c.spent_micro_usd + tables.budgets.c.reserved_micro_usd,
+                    "limit": func.greatest(
+                        budget.excluded.limit,
+                        tables.budgets.c.spent + tables.budgets.c.reserved,
                     )
                 },
             )

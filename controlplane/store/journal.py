@@ -50,7 +50,11 @@ class OpenedRow(NamedTuple):
 
 
 class DecisionRow(NamedTuple):
-    """A decision; `record` is its full record in members of JSON, or None."""
+    """A decision; `record` is its full record in members of JSON, or None.
+
+    `facts` are what the policy's rules read, in members of JSON; `rule` is the one that decided, and
+    `sample_weight` the number of decisions that this row stands for.
+    """
 
     request_id: str
     number: int
@@ -65,6 +69,11 @@ class DecisionRow(NamedTuple):
     policy_revision: str
     decided_at: datetime
     record: dict[str, Any] | None
+    tenant_id: str | None = None
+    model: str | None = None
+    rule: str | None = None
+    facts: dict[str, Any] | None = None
+    sample_weight: int = 1
 
 
 class AttemptRow(NamedTuple):
@@ -79,7 +88,9 @@ class AttemptRow(NamedTuple):
 
 
 class SettledRow(NamedTuple):
-    """The end of a request, and what the tenant's account and the workflow's own are charged."""
+    """The end of a request. `charges` says what each account is charged, in the account's unit;
+    `settled_micro_usd` is what the ledger says that the call cost.
+    """
 
     id: str
     state: str
@@ -98,8 +109,7 @@ class SettledRow(NamedTuple):
     workflow_id: str | None
     step: int
     replica_id: str
-    tenant_budget_id: str
-    workflow_budget_id: str | None
+    charges: tuple[tuple[str, int], ...]
 
 
 Entry = OpenedRow | DecisionRow | AttemptRow | SettledRow
@@ -119,15 +129,19 @@ ON CONFLICT (id) DO NOTHING
 _DECIDE: LiteralString = """
 INSERT INTO decisions (request_id, number, replica_id, verdict, reason, decode_engine_id,
                        prefill_engine_id, cost_micro_usd, ttft_ms_predicted,
-                       cached_tokens_predicted, policy_revision, decided_at, record)
+                       cached_tokens_predicted, policy_revision, decided_at, record,
+                       tenant_id, model, rule, facts, sample_weight)
 SELECT request_id, number, replica_id, verdict, reason, decode_engine_id,
        prefill_engine_id, cost_micro_usd, ttft_ms_predicted,
-       cached_tokens_predicted, policy_revision, decided_at, record::jsonb
+       cached_tokens_predicted, policy_revision, decided_at, record::jsonb,
+       tenant_id, model, rule, facts::jsonb, sample_weight
 FROM unnest(%t::text[], %t::int2[], %t::text[], %t::text[], %t::text[], %t::text[], %t::text[],
-            %t::float8[], %t::float8[], %t::int4[], %t::text[], %t::timestamptz[], %t::text[])
+            %t::float8[], %t::float8[], %t::int4[], %t::text[], %t::timestamptz[], %t::text[],
+            %t::text[], %t::text[], %t::text[], %t::text[], %t::int4[])
      AS given (request_id, number, replica_id, verdict, reason, decode_engine_id,
                prefill_engine_id, cost_micro_usd, ttft_ms_predicted,
-               cached_tokens_predicted, policy_revision, decided_at, record)
+               cached_tokens_predicted, policy_revision, decided_at, record,
+               tenant_id, model, rule, facts, sample_weight)
 ON CONFLICT (request_id, number) DO NOTHING
 """
 
@@ -153,10 +167,12 @@ _SETTLE: LiteralString = """
 WITH given AS (
     SELECT * FROM unnest(%t::text[], %t::text[], %t::text[], %t::int4[], %t::int4[], %t::int4[],
                          %t::bool[], %t::float8[], %t::float8[], %t::float8[], %t::float8[],
-                         %t::int8[], %t::timestamptz[], %t::text[], %t::text[])
+                         %t::int8[], %t::timestamptz[])
          AS given (id, state, reason, prompt_tokens, cached_tokens, completion_tokens,
                    is_usage_estimated, ttft_ms, tpot_ms, e2e_ms, queue_ms,
-                   settled_micro_usd, ended_at, tenant_budget_id, workflow_budget_id)
+                   settled_micro_usd, ended_at)
+), charged AS (
+    SELECT * FROM unnest(%t::text[], %t::text[], %t::int8[]) AS charged (id, budget_id, amount)
 ), ended AS (
     UPDATE requests SET
         state = given.state, reason = given.reason, prompt_tokens = given.prompt_tokens,
@@ -168,11 +184,13 @@ WITH given AS (
     WHERE requests.id = given.id AND requests.state = 'open'
     RETURNING requests.id, requests.tenant_id, requests.workflow_id, requests.step,
               requests.replica_id, requests.settled_micro_usd AS amount,
-              (requests.state = 'succeeded')::int AS succeeded,
-              given.tenant_budget_id, given.workflow_budget_id
+              (requests.state = 'succeeded')::int AS succeeded
 ), recorded AS (
-    INSERT INTO ledger (request_id, tenant_id, workflow_id, amount_micro_usd)
-    SELECT id, tenant_id, workflow_id, amount FROM ended
+    INSERT INTO ledger (request_id, tenant_id, workflow_id, amount_micro_usd, charges)
+    SELECT id, tenant_id, workflow_id, amount, COALESCE(listed.charges, '{}')
+    FROM ended LEFT JOIN (
+        SELECT id, jsonb_object_agg(budget_id, amount) AS charges FROM charged GROUP BY id
+    ) AS listed USING (id)
 ), stepped AS (
     INSERT INTO workflow_steps AS done (workflow_id, step, calls, calls_succeeded, spent_micro_usd)
     SELECT workflow_id, step, count(*), sum(succeeded), sum(amount)
@@ -182,26 +200,19 @@ WITH given AS (
         calls_succeeded = done.calls_succeeded + excluded.calls_succeeded,
         spent_micro_usd = done.spent_micro_usd + excluded.spent_micro_usd
 ), charges AS (
-    SELECT budget_id, replica_id, sum(amount)::int8 AS amount
-    FROM (
-        SELECT tenant_budget_id AS budget_id, replica_id, amount FROM ended
-        UNION ALL
-        SELECT workflow_budget_id, replica_id, amount FROM ended
-        WHERE workflow_budget_id IS NOT NULL
-    ) AS charge
-    WHERE amount > 0 GROUP BY budget_id, replica_id
+    SELECT budget_id, replica_id, sum(charged.amount)::int8 AS amount
+    FROM ended JOIN charged USING (id) GROUP BY budget_id, replica_id
 ), taken AS (
     SELECT charges.budget_id, charges.replica_id, charges.amount,
-           LEAST(charges.amount, COALESCE(lease.amount_micro_usd, 0)) AS leased
+           LEAST(charges.amount, COALESCE(lease.amount, 0)) AS leased
     FROM charges LEFT JOIN budget_leases AS lease
          ON lease.budget_id = charges.budget_id AND lease.replica_id = charges.replica_id
 ), slices AS (
-    UPDATE budget_leases AS lease SET amount_micro_usd = lease.amount_micro_usd - taken.leased
+    UPDATE budget_leases AS lease SET amount = lease.amount - taken.leased
     FROM taken
     WHERE lease.budget_id = taken.budget_id AND lease.replica_id = taken.replica_id
 ), accounts AS (
-    UPDATE budgets SET spent_micro_usd = spent_micro_usd + total.amount,
-                       reserved_micro_usd = reserved_micro_usd - total.leased
+    UPDATE budgets SET spent = spent + total.amount, reserved = reserved - total.leased
     FROM (
         SELECT budget_id, sum(amount)::int8 AS amount, sum(leased)::int8 AS leased
         FROM taken GROUP BY budget_id
@@ -377,11 +388,13 @@ class Journal:
             try:
                 await self._flush([entry])
             except _PERMANENT as error:
-                if isinstance(entry, SettledRow) and entry.settled_micro_usd:
+                if isinstance(entry, SettledRow) and (entry.settled_micro_usd or entry.charges):
                     # INVARIANT I1: the request ends, even when what it used can not be charged.
                     self.charges_dropped += 1
                     _report("charge_dropped", entry, error)
-                    await self._write_one_by_one([entry._replace(settled_micro_usd=0)])
+                    await self._write_one_by_one(
+                        [entry._replace(settled_micro_usd=0, charges=())]
+                    )
                 else:
                     self.entries_dropped += 1
                     _report("entry_dropped", entry, error)
@@ -390,7 +403,10 @@ class Journal:
         opened = [entry for entry in entries if isinstance(entry, OpenedRow)]
         decided = [entry for entry in entries if isinstance(entry, DecisionRow)]
         attempted = [entry for entry in entries if isinstance(entry, AttemptRow)]
-        settled = [entry for entry in entries if isinstance(entry, SettledRow)]
+        # INVARIANT I1: of a request that ended twice, the first end alone is charged.
+        settled = list(
+            {row.id: row for row in reversed(entries) if isinstance(row, SettledRow)}.values()
+        )
         statements: list[tuple[LiteralString, list[str]]] = []
         if opened:
             statements.append((_OPEN, _opened_columns(opened)))
@@ -400,7 +416,7 @@ class Journal:
             statements.append((_ATTEMPT, _attempted_columns(attempted)))
         if settled:
             statements.append((_LOCK, _accounts(settled)))
-            statements.append((_SETTLE, _settled_columns(settled)))
+            statements.append((_SETTLE, [*_settled_columns(settled), *_charged_columns(settled)]))
         async with asyncio.timeout(FLUSH_S_MAX):
             connection = await self._connected()
             async with connection.pipeline(), connection.transaction():
@@ -434,12 +450,10 @@ class Journal:
 _encode = msgspec.json.Encoder(enc_hook=float).encode
 
 _DETAIL_AT = AttemptRow._fields.index("detail")
-_RECORD_AT = DecisionRow._fields.index("record")
-# What the requests row holds already, and the accounts follow.
-_SETTLED_FROM_REQUEST = frozenset({"tenant_id", "workflow_id", "step", "replica_id"})
-_SETTLED_AT = [
-    at for at, name in enumerate(SettledRow._fields) if name not in _SETTLED_FROM_REQUEST
-]
+_DECIDED_JSON_AT = tuple(DecisionRow._fields.index(name) for name in ("record", "facts"))
+# What the requests row holds already, and the charges, which are rows of their own.
+_SETTLED_APART = frozenset({"tenant_id", "workflow_id", "step", "replica_id", "charges"})
+_SETTLED_AT = [at for at, name in enumerate(SettledRow._fields) if name not in _SETTLED_APART]
 
 
 def _opened_columns(rows: Sequence[OpenedRow]) -> list[str]:
@@ -448,9 +462,10 @@ def _opened_columns(rows: Sequence[OpenedRow]) -> list[str]:
 
 def _decided_columns(rows: Sequence[DecisionRow]) -> list[str]:
     columns: list[Sequence[Any]] = list(zip(*rows, strict=True))
-    columns[_RECORD_AT] = [
-        None if record is None else _encode(record).decode() for record in columns[_RECORD_AT]
-    ]
+    for at in _DECIDED_JSON_AT:
+        columns[at] = [
+            None if members is None else _encode(members).decode() for members in columns[at]
+        ]
     return [_array(column) for column in columns]
 
 
@@ -466,10 +481,21 @@ def _settled_columns(rows: Sequence[SettledRow]) -> list[str]:
     return [_array(columns[at]) for at in _SETTLED_AT]
 
 
+def _charged_columns(rows: Sequence[SettledRow]) -> list[str]:
+    ids: list[str] = []
+    accounts: list[str] = []
+    amounts: list[int] = []
+    for row in rows:
+        for budget_id, amount in row.charges:
+            if amount:
+                ids.append(row.id)
+                accounts.append(budget_id)
+                amounts.append(amount)
+    return [_array(ids), _array(accounts), _array(amounts)]
+
+
 def _accounts(rows: Sequence[SettledRow]) -> list[str]:
-    accounts = {row.tenant_budget_id for row in rows}
-    accounts.update(row.workflow_budget_id for row in rows if row.workflow_budget_id is not None)
-    return [_array(list(accounts))]
+    return [_array(list({budget_id for row in rows for budget_id, amount in row.charges if amount}))]
 
 
 def _array(values: Sequence[object]) -> str:

@@ -6,13 +6,21 @@ import secrets
 import zlib
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Literal
+from typing import Any, Final, Literal
 
-from sqlalchemy import func, insert, select, update
+from sqlalchemy import (
+    ColumnElement,
+    Row,
+    func,
+    insert,
+    literal_column,
+    select,
+    update,
+)
 from sqlalchemy.exc import IntegrityError
-from sqlalchemy.ext.asyncio import AsyncEngine
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
-from controlplane.domain.catalog import OperatorRole, Principal, Tenant
+from controlplane.domain.catalog import Limits, OperatorRole, Principal, Tenant
 from controlplane.domain.errors import ConfigurationError
 from controlplane.domain.ids import KeyId, TenantId
 from controlplane.store import tables
@@ -29,6 +37,14 @@ _CHECK_CHARACTERS = 8
 _BASE64URL = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_")
 
 KeyPrefix = Literal["tenant", "op"]
+NO_LIMITS: Final = Limits()
+
+
+_limits = (
+    tables.api_keys.c.requests_per_minute,
+    tables.api_keys.c.tokens_per_minute,
+    tables.api_keys.c.calls_in_flight_max,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +57,7 @@ class KeyRecord:
     name: str
     created_at: datetime
     revoked_at: datetime | None
+    limits: Limits
 
 
 def new_key(prefix: KeyPrefix) -> tuple[str, KeyId]:
@@ -79,7 +96,11 @@ def digest(pepper: bytes, plain: str) -> bytes:
 
 
 async def create_tenant_key(
-    engine: AsyncEngine, pepper: bytes, tenant_id: TenantId, name: str
+    engine: AsyncEngine,
+    pepper: bytes,
+    tenant_id: TenantId,
+    name: str,
+    limits: Limits = NO_LIMITS,
 ) -> tuple[KeyId, str]:
     """The id and the key itself, which is not stored.
 
@@ -90,7 +111,11 @@ async def create_tenant_key(
         async with transaction(engine) as connection:
             await connection.execute(
                 insert(tables.api_keys).values(
-                    id=key_id, digest=digest(pepper, plain), tenant_id=tenant_id, name=name
+                    id=key_id,
+                    digest=digest(pepper, plain),
+                    tenant_id=tenant_id,
+                    name=name,
+                    **_limit_columns(limits),
                 )
             )
             await raise_revision(connection)
@@ -123,10 +148,37 @@ async def revoke_key(engine: AsyncEngine, key_id: KeyId) -> KeyRecord | None:
         )
         if changed.rowcount:
             await raise_revision(connection)
-        row = (
-            await connection.execute(select(*_columns).where(tables.api_keys.c.id == key_id))
-        ).one_or_none()
-    return None if row is None else KeyRecord(**row._mapping)  # noqa: SLF001
+        return await _read(connection, key_id)
+
+
+async def get_key(engine: AsyncEngine, key_id: KeyId) -> KeyRecord | None:
+    async with transaction(engine) as connection:
+        return await _read(connection, key_id)
+
+
+async def set_limits(engine: AsyncEngine, key_id: KeyId, limits: Limits) -> KeyRecord | None:
+    """Replace the limits of a tenant's key; None when no tenant has such a key."""
+    async with transaction(engine) as connection:
+        changed = await connection.execute(
+            update(tables.api_keys)
+            .where(tables.api_keys.c.id == key_id, tables.api_keys.c.tenant_id.is_not(None))
+            .values(**_limit_columns(limits))
+        )
+        if changed.rowcount == 0:
+            return None
+        await raise_revision(connection)
+        return await _read(connection, key_id)
+
+
+# Accounts that a call by this key is held in besides its tenant's in micro-dollars.
+_ACCOUNTS: ColumnElement[Any] = literal_column(
+    """
+    ARRAY(SELECT budgets.id FROM budgets
+          WHERE budgets.id IN ('key:' || api_keys.id, 'key:' || api_keys.id || ':tokens',
+                               'tenant:' || tenants.id || ':tokens')
+          ORDER BY budgets.id)
+    """,
+)
 
 
 async def find_principal(engine: AsyncEngine, digest: bytes) -> Principal | None:
@@ -140,6 +192,8 @@ async def find_principal(engine: AsyncEngine, digest: bytes) -> Principal | None
             tables.tenants.c.slo_class,
             tables.tenants.c.is_disabled,
             tables.tenants.c.cache_salt,
+            *_limits,
+            _ACCOUNTS.label("accounts"),
         )
         .join_from(tables.api_keys, tables.tenants)
         .where(tables.api_keys.c.digest == digest, tables.api_keys.c.revoked_at.is_(None))
@@ -148,8 +202,12 @@ async def find_principal(engine: AsyncEngine, digest: bytes) -> Principal | None
         row = (await connection.execute(statement)).one_or_none()
     if row is None:
         return None
+    own = tuple(account for account in row.accounts if account.startswith("key:"))
+    tenants_own = [account for account in row.accounts if not account.startswith("key:")]
     return Principal(
         key_id=row.key_id,
+        key_limits=_limits_of(row),
+        key_budgets=own,
         tenant=Tenant(
             id=row.id,
             name=row.name,
@@ -157,6 +215,7 @@ async def find_principal(engine: AsyncEngine, digest: bytes) -> Principal | None
             slo_class=row.slo_class,
             is_disabled=row.is_disabled,
             cache_salt=row.cache_salt,
+            token_budget=tenants_own[0] if tenants_own else None,
         ),
     )
 
@@ -186,7 +245,7 @@ async def list_keys(
     )
     async with transaction(engine) as connection:
         rows = (await connection.execute(statement)).all()
-    items = [KeyRecord(**row._mapping) for row in rows]  # noqa: SLF001
+    items = [_record(row) for row in rows]
     return page(items, [(item.created_at, item.id) for item in items], limit)
 
 
@@ -197,7 +256,43 @@ _columns = (
     tables.api_keys.c.name,
     tables.api_keys.c.created_at,
     tables.api_keys.c.revoked_at,
+    *_limits,
 )
+
+
+async def _read(connection: AsyncConnection, key_id: KeyId) -> KeyRecord | None:
+    row = (
+        await connection.execute(select(*_columns).where(tables.api_keys.c.id == key_id))
+    ).one_or_none()
+    return None if row is None else _record(row)
+
+
+def _record(row: Row[*tuple[Any, ...]]) -> KeyRecord:
+    return KeyRecord(
+        id=KeyId(row.id),
+        tenant_id=row.tenant_id,
+        operator_role=row.operator_role,
+        name=row.name,
+        created_at=row.created_at,
+        revoked_at=row.revoked_at,
+        limits=_limits_of(row),
+    )
+
+
+def _limits_of(row: Row[*tuple[Any, ...]]) -> Limits:
+    return Limits(
+        requests_per_minute=row.requests_per_minute,
+        tokens_per_minute=row.tokens_per_minute,
+        calls_in_flight_max=row.calls_in_flight_max,
+    )
+
+
+def _limit_columns(limits: Limits) -> dict[str, int | None]:
+    return {
+        "requests_per_minute": limits.requests_per_minute,
+        "tokens_per_minute": limits.tokens_per_minute,
+        "calls_in_flight_max": limits.calls_in_flight_max,
+    }
 
 
 def _check(body: str) -> str:

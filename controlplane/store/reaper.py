@@ -1,4 +1,4 @@
-"""Ends what crashed replicas left open and what nobody ended in time.
+"""Ends what crashed replicas left open and what nobody ended in time: requests, slices, tenants' names for calls.
 
 Any replica may run it, at any time.
 """
@@ -9,7 +9,7 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from controlplane.domain.ids import ReplicaId
-from controlplane.store import replicas
+from controlplane.store import idempotency, replicas
 from controlplane.store.session import transaction
 from controlplane.store.workflows import expire_overdue
 
@@ -66,6 +66,7 @@ async def reap(
         ended += 1
         lost += summary.requests_lost
         returned += summary.returned_micro_usd
+    await idempotency.free_orphaned(engine)
     return ReapSummary(
         replicas_ended=ended,
         requests_lost=lost,

@@ -55,7 +55,10 @@ class AttemptRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecisionRecord:
-    """`record` is the full record, kept of refusals and of a sample."""
+    """`record` is the full record, kept of refusals and of a sample.
+
+    `facts` are what the rules of the policy read; `sample_weight` decisions are counted by this one.
+    """
 
     request_id: str
     number: int
@@ -70,6 +73,11 @@ class DecisionRecord:
     policy_revision: str
     decided_at: datetime
     record: dict[str, Any] | None
+    tenant_id: str | None = None
+    model: str | None = None
+    rule: str | None = None
+    facts: dict[str, Any] | None = None
+    sample_weight: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,7 +211,8 @@ async def spend_by_tenant(engine: AsyncEngine) -> list[TenantSpend]:
         """
         SELECT tenants.id AS tenant_id, count(ledger.request_id) AS requests,
                COALESCE(sum(ledger.amount_micro_usd), 0)::int8 AS settled_micro_usd,
-               budgets.limit_micro_usd, budgets.spent_micro_usd, budgets.reserved_micro_usd
+               budgets."limit" AS limit_micro_usd, budgets.spent AS spent_micro_usd,
+               budgets.reserved AS reserved_micro_usd
         FROM tenants JOIN budgets ON budgets.id = tenants.budget_id
              LEFT JOIN ledger ON ledger.tenant_id = tenants.id
         GROUP BY tenants.id, budgets.id ORDER BY tenants.id
@@ -212,6 +221,18 @@ async def spend_by_tenant(engine: AsyncEngine) -> list[TenantSpend]:
     async with transaction(engine) as connection:
         return [TenantSpend(**_members(row)) for row in await connection.execute(statement)]
 
+
+# What accounts have ever spent, and what the ledger says that they were charged.
+_SUMS = """
+    WITH ever_spent AS (
+        SELECT id, unit, spent + COALESCE((SELECT sum(spent) FROM budget_windows
+                                     WHERE budget_id = budgets.id), 0) AS amount
+        FROM budgets
+    ), charged AS (
+        SELECT charge.key AS id, sum(charge.value::int8) AS amount
+        FROM ledger, jsonb_each_text(ledger.charges) AS charge GROUP BY charge.key
+    )
+"""
 
 # Each query finds one violation. I1 holds at rest: an open request is an accepted one without an
 # end.
@@ -224,16 +245,19 @@ _VIOLATIONS = {
            WHERE requests.state = 'open'""",
     ),
     "I2": (
-        "SELECT FROM budgets WHERE spent_micro_usd + reserved_micro_usd > limit_micro_usd",
-        """SELECT FROM budgets WHERE reserved_micro_usd <> (
-               SELECT COALESCE(sum(amount_micro_usd), 0) FROM budget_leases
-               WHERE budget_id = budgets.id)""",
-        """SELECT FROM tenants JOIN budgets ON budgets.id = tenants.budget_id
-           WHERE spent_micro_usd <> (SELECT COALESCE(sum(amount_micro_usd), 0) FROM ledger
-                                     WHERE tenant_id = tenants.id)""",
-        """SELECT FROM workflows JOIN budgets ON budgets.id = workflows.budget_id
-           WHERE spent_micro_usd <> (SELECT COALESCE(sum(amount_micro_usd), 0) FROM ledger
-                                     WHERE workflow_id = workflows.id)""",
+        'SELECT FROM budgets WHERE spent + reserved > "limit"',
+        """SELECT FROM budgets WHERE reserved <> (
+               SELECT COALESCE(sum(amount), 0) FROM budget_leases WHERE budget_id = budgets.id)""",
+        """SELECT FROM tenants JOIN ever_spent ON ever_spent.id = tenants.budget_id
+           WHERE amount <> (SELECT COALESCE(sum(amount_micro_usd), 0) FROM ledger
+                            WHERE tenant_id = tenants.id)""",
+        """SELECT FROM workflows JOIN ever_spent ON ever_spent.id = workflows.budget_id
+           WHERE amount <> (SELECT COALESCE(sum(amount_micro_usd), 0) FROM ledger
+                            WHERE workflow_id = workflows.id)""",
+        # Accounts that may be younger than what their owner spent, by what each call was charged.
+        """SELECT FROM ever_spent LEFT JOIN charged USING (id)
+           WHERE (unit = 'tokens' OR starts_with(id, 'key:'))
+                 AND ever_spent.amount <> COALESCE(charged.amount, 0)""",
         """SELECT FROM workflows WHERE
            (SELECT COALESCE(sum(spent_micro_usd), 0) FROM workflow_steps
             WHERE workflow_id = workflows.id)
@@ -250,7 +274,8 @@ async def invariants(engine: AsyncEngine) -> dict[str, bool]:
         found = {}
         for name, queries in _VIOLATIONS.items():
             violated = [
-                await connection.scalar(text(f"SELECT EXISTS ({query})")) for query in queries
+                await connection.scalar(text(f"{_SUMS} SELECT EXISTS ({query})"))
+                for query in queries
             ]
             found[name] = not any(violated)
         return found

@@ -19,7 +19,8 @@ _LOCK = text(
     """
 )
 
-# What a lost request used is not known, so it costs nothing.
+# What a lost request used is not known, so it costs nothing: what was held for it returns with the
+# slices.
 _LOSE = text(
     """
     WITH lost AS (
@@ -42,12 +43,13 @@ _LOSE = text(
 _RETURN = text(
     """
     WITH gone AS (
-        DELETE FROM budget_leases WHERE replica_id = :id RETURNING budget_id, amount_micro_usd
+        DELETE FROM budget_leases WHERE replica_id = :id RETURNING budget_id, amount
     ), returned AS (
-        UPDATE budgets SET reserved_micro_usd = reserved_micro_usd - gone.amount_micro_usd
+        UPDATE budgets SET reserved = reserved - gone.amount
         FROM gone WHERE budgets.id = gone.budget_id
+        RETURNING unit, gone.amount
     )
-    SELECT COALESCE(sum(amount_micro_usd), 0)::int8 FROM gone
+    SELECT COALESCE(sum(amount) FILTER (WHERE unit = 'micro_usd'), 0)::int8 FROM returned
     """
 )
 
@@ -84,6 +86,19 @@ async def beat(engine: AsyncEngine, replica_id: ReplicaId) -> bool:
         return True
     await register(engine, replica_id)
     return False
+
+
+async def count_live(engine: AsyncEngine, ttl_s: float) -> int:
+    """Replicas that have been heard of within `ttl_s`."""
+    async with transaction(engine) as connection:
+        live = await connection.scalar(
+            text(
+                "SELECT count(*) FROM replicas WHERE ended_at IS NULL"
+                " AND last_seen_at > clock_timestamp() - make_interval(secs => :ttl_s)"
+            ),
+            {"ttl_s": ttl_s},
+        )
+    return int(live or 0)
 
 
 async def retire(engine: AsyncEngine, replica_id: ReplicaId) -> None:

@@ -152,16 +152,39 @@ slo_classes = Table(
 
 # ---------------------------------------------------------------- tenants and money
 
-# An account of a tenant or a workflow. INVARIANT I2 is the CHECK: it holds whatever a program does.
+# An account of a tenant, a key or a workflow: "tenant:<id>", "key:<id>", "workflow:<id>" in
+# micro-dollars, with ":tokens" at the end in tokens. `spent` counts from `window_started_at` on.
+# INVARIANT I2 is the CHECK `within_limit`: it holds whatever a program does.
 budgets = Table(
     "budgets",
     metadata,
-    Column("id", String(127), primary_key=True),  # "tenant:<id>" or "workflow:<id>"
-    Column("limit_micro_usd", BigInteger, nullable=False),
-    Column("spent_micro_usd", BigInteger, nullable=False, server_default=text("0")),
-    Column("reserved_micro_usd", BigInteger, nullable=False, server_default=text("0")),
-    CheckConstraint("spent_micro_usd + reserved_micro_usd <= limit_micro_usd", name="within_limit"),
-    CheckConstraint("spent_micro_usd >= 0 AND reserved_micro_usd >= 0", name="not_negative"),
+    Column("id", String(127), primary_key=True),
+    Column("unit", String(15), nullable=False, server_default=text("'micro_usd'")),
+    Column("limit", BigInteger, nullable=False),
+    Column("spent", BigInteger, nullable=False, server_default=text("0")),
+    Column("reserved", BigInteger, nullable=False, server_default=text("0")),
+    Column("window", String(7), nullable=False, server_default=text("'total'")),
+    Column("window_started_at", DateTime(timezone=True), nullable=False, server_default=func.now()),
+    CheckConstraint('spent + reserved <= "limit"', name="within_limit"),
+    CheckConstraint("spent >= 0 AND reserved >= 0", name="not_negative"),
+    CheckConstraint(_one_of("unit", ("micro_usd", "tokens")), name="unit"),
+    CheckConstraint("(unit = 'tokens') = (right(id, 7) = '\\:tokens')", name="unit_of_id"),
+    CheckConstraint(_one_of('"window"', ("total", "hour", "day", "week", "month")), name="window"),
+    Index(
+        "ix_budgets_windowed", "window_started_at", postgresql_where=text("\"window\" <> 'total'")
+    ),
+)
+
+# What was spent of an account in each window that is over.
+budget_windows = Table(
+    "budget_windows",
+    metadata,
+    Column("budget_id", ForeignKey("budgets.id", ondelete="CASCADE"), primary_key=True),
+    Column("started_at", DateTime(timezone=True), primary_key=True),
+    Column("ended_at", DateTime(timezone=True), nullable=False),
+    Column("limit", BigInteger, nullable=False),
+    Column("spent", BigInteger, nullable=False),
+    CheckConstraint("spent >= 0", name="not_negative"),
 )
 
 # The slice of an account that one replica may spend without asking. Sum over replicas = reserved.
@@ -170,8 +193,8 @@ budget_leases = Table(
     metadata,
     Column("budget_id", ForeignKey("budgets.id", ondelete="CASCADE"), primary_key=True),
     Column("replica_id", ForeignKey("replicas.id"), primary_key=True),
-    Column("amount_micro_usd", BigInteger, nullable=False),
-    CheckConstraint("amount_micro_usd >= 0", name="not_negative"),
+    Column("amount", BigInteger, nullable=False),
+    CheckConstraint("amount >= 0", name="not_negative"),
 )
 
 tenants = Table(
@@ -198,7 +221,15 @@ api_keys = Table(
     Column("name", Text, nullable=False),
     _created(),
     Column("revoked_at", DateTime(timezone=True)),
+    # Limits of a tenant's key; NULL is none.
+    Column("requests_per_minute", Integer),
+    Column("tokens_per_minute", Integer),
+    Column("calls_in_flight_max", Integer),
     CheckConstraint("(tenant_id IS NULL) <> (operator_role IS NULL)", name="one_owner"),
+    CheckConstraint(
+        "requests_per_minute > 0 AND tokens_per_minute > 0 AND calls_in_flight_max > 0",
+        name="limits",
+    ),
     CheckConstraint(_one_of("operator_role", ("viewer", "operator", "admin")), name="role"),
 )
 
@@ -335,8 +366,27 @@ ledger = Table(
     Column("workflow_id", ForeignKey("workflows.id")),
     Column("amount_micro_usd", BigInteger, nullable=False),
     Column("settled_at", DateTime(timezone=True), nullable=False, server_default=func.now()),
+    # What each account was charged, in its unit, by the account's id.
+    Column("charges", JSONB, nullable=False, server_default=text("'{}'")),
     CheckConstraint("amount_micro_usd >= 0", name="not_negative"),
     Index("ix_ledger_tenant_id_settled_at", "tenant_id", "settled_at"),
+)
+
+# A tenant's own name for a call, so that sending it again does not run it again.
+idempotency_keys = Table(
+    "idempotency_keys",
+    metadata,
+    Column("tenant_id", ForeignKey("tenants.id", ondelete="CASCADE"), primary_key=True),
+    Column("key", String(255), primary_key=True),
+    Column("body_digest", LargeBinary(32), nullable=False),
+    Column("request_id", String(63), nullable=False),
+    Column("replica_id", String(63), nullable=False),
+    Column("state", String(7), nullable=False, server_default=text("'open'")),
+    _created(),
+    Column("expires_at", DateTime(timezone=True), nullable=False),
+    CheckConstraint(_one_of("state", ("open", "done")), name="state"),
+    Index("ix_idempotency_keys_expires_at", "expires_at"),
+    Index("ix_idempotency_keys_open", "replica_id", postgresql_where=text("state = 'open'")),
 )
 
 # One row per decision; `record` holds every candidate for refusals and for the sampled share.
@@ -356,7 +406,84 @@ decisions = Table(
     Column("policy_revision", String(64), nullable=False),
     Column("decided_at", DateTime(timezone=True), nullable=False),
     Column("record", JSONB),
+    # What a replay against other policies needs; `sample_weight` decisions are counted by this row.
+    Column("tenant_id", String(63)),
+    Column("model", String(255)),
+    Column("rule", String(127)),
+    Column("facts", JSONB),
+    Column("sample_weight", Integer, nullable=False, server_default=text("1")),
     UniqueConstraint("request_id", "number"),
     CheckConstraint(_one_of("verdict", ("admit", "queue", "refuse")), name="verdict"),
+    CheckConstraint("sample_weight > 0", name="sample_weight"),
     Index("ix_decisions_decided_at", "decided_at"),
+)
+
+# ---------------------------------------------------------------- reliability
+
+# What operators decided about breakers: `engine:ID` or `pool:MODEL/REGION`, and how it is held.
+breaker_overrides = Table(
+    "breaker_overrides",
+    metadata,
+    Column("target", String(383), primary_key=True),
+    Column("mode", String(15), nullable=False),
+    Column("actor", String(127), nullable=False),
+    Column("reason", Text, nullable=False),
+    _created(),
+    CheckConstraint(_one_of("mode", ("open", "closed")), name="mode"),
+)
+
+# ---------------------------------------------------------------- policies and their audit
+
+# A bundle under the digest of its meaning. Triggers refuse UPDATE and DELETE.
+policy_revisions = Table(
+    "policy_revisions",
+    metadata,
+    Column("digest", String(64), primary_key=True),
+    Column("files", JSONB, nullable=False),  # name of a file -> its text
+    Column("author", String(127), nullable=False),
+    Column("reason", Text, nullable=False),
+    _created(),
+    CheckConstraint("digest ~ '^[0-9a-f]{64}$'", name="digest"),
+    Index("ix_policy_revisions_created_at", "created_at"),
+)
+
+# One row: which bundle rules, and which one stands beside it. Every change raises `generation`, and
+# happens only while it is what its author saw.
+policy_rollout = Table(
+    "policy_rollout",
+    metadata,
+    Column("id", SmallInteger, primary_key=True, server_default=text("1")),
+    Column("generation", BigInteger, nullable=False, server_default=text("0")),
+    Column("active_digest", ForeignKey("policy_revisions.digest")),
+    Column("previous_digest", ForeignKey("policy_revisions.digest")),
+    Column("candidate_digest", ForeignKey("policy_revisions.digest")),
+    Column("mode", String(15), nullable=False, server_default=text("'none'")),
+    Column("canary_percent", SmallInteger, nullable=False, server_default=text("0")),
+    Column("changed_by", String(127), nullable=False, server_default=text("''")),
+    Column("reason", Text, nullable=False, server_default=text("''")),
+    Column("changed_at", DateTime(timezone=True), nullable=False, server_default=func.now()),
+    CheckConstraint("id = 1", name="one_row"),
+    CheckConstraint(_one_of("mode", ("none", "shadow", "canary")), name="mode"),
+    CheckConstraint("(mode = 'none') = (candidate_digest IS NULL)", name="candidate"),
+    CheckConstraint("canary_percent BETWEEN 0 AND 100", name="percent"),
+    CheckConstraint("(mode = 'canary') = (canary_percent > 0)", name="canary"),
+)
+
+# Append-only: each entry's hash covers the entry and the hash before it. Triggers refuse UPDATE,
+# DELETE and TRUNCATE.
+audit_log = Table(
+    "audit_log",
+    metadata,
+    Column("id", BigInteger, primary_key=True, autoincrement=False),
+    Column("at", DateTime(timezone=True), nullable=False),
+    Column("actor", String(127), nullable=False),
+    Column("action", String(63), nullable=False),
+    Column("subject", String(255), nullable=False),
+    Column("reason", Text, nullable=False),
+    Column("before", JSONB(none_as_null=True)),
+    Column("after", JSONB(none_as_null=True)),
+    Column("prev_hash", String(64), nullable=False),
+    Column("hash", String(64), nullable=False),
+    UniqueConstraint("prev_hash"),
+    Index("ix_audit_log_subject_id", "subject", "id"),
 )

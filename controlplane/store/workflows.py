@@ -9,12 +9,13 @@ from sqlalchemy import Row, Select, func, insert, select, text, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
+from controlplane.admission.budget import Unit
 from controlplane.domain.catalog import Scope
 from controlplane.domain.errors import ConfigurationError
 from controlplane.domain.ids import SloClassName, TenantId, WorkflowId
 from controlplane.domain.outcome import WorkflowState
 from controlplane.store import tables
-from controlplane.store.budgets import workflow_budget_id
+from controlplane.store.budgets import TOKENS_SUFFIX, workflow_budget_id
 from controlplane.store.paging import Page, newest_first, page
 from controlplane.store.session import transaction
 
@@ -25,7 +26,8 @@ _ID_BYTES = 12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkflowRecord:
-    """One workflow. The `budget_` fields are None when it has no budget of its own.
+    """One workflow. The `budget_` fields are None when it has no budget of its own in micro-dollars,
+    `token_budget_id` when it has none in tokens.
 
     `steps_done` counts steps in which a call succeeded, `spent_micro_usd` what its calls cost so
     far.
@@ -46,6 +48,7 @@ class WorkflowRecord:
     budget_limit_micro_usd: int | None
     budget_spent_micro_usd: int | None
     budget_reserved_micro_usd: int | None
+    token_budget_id: str | None
     steps_done: int
     spent_micro_usd: int
 
@@ -71,6 +74,7 @@ async def create(
     slo_class: SloClassName,
     deadline_ms: int,
     budget_micro_usd: int | None,
+    budget_tokens: int | None = None,
     workflow_id: WorkflowId | None = None,
 ) -> WorkflowRecord:
     """A running workflow, due `deadline_ms` from now by the database's clock.
@@ -83,7 +87,15 @@ async def create(
         async with transaction(engine) as connection:
             if budget_id is not None:
                 await connection.execute(
-                    insert(tables.budgets).values(id=budget_id, limit_micro_usd=budget_micro_usd)
+                    insert(tables.budgets).values(id=budget_id, limit=budget_micro_usd)
+                )
+            if budget_tokens is not None:
+                await connection.execute(
+                    insert(tables.budgets).values(
+                        id=workflow_budget_id(identifier, Unit.TOKENS),
+                        unit=str(Unit.TOKENS),
+                        limit=budget_tokens,
+                    )
                 )
             await connection.execute(
                 insert(tables.workflows).values(
@@ -215,17 +227,23 @@ def _selected() -> Select[Any]:
         .group_by(tables.workflow_steps.c.workflow_id)
         .lateral("steps")
     )
+    token_budgets = tables.budgets.alias("token_budgets")
     return (
         select(
             tables.workflows,
-            tables.budgets.c.limit_micro_usd,
-            tables.budgets.c.spent_micro_usd.label("budget_spent"),
-            tables.budgets.c.reserved_micro_usd,
+            tables.budgets.c.limit.label("budget_limit"),
+            tables.budgets.c.spent.label("budget_spent"),
+            tables.budgets.c.reserved.label("budget_reserved"),
+            token_budgets.c.id.label("token_budget_id"),
             func.coalesce(steps.c.steps_done, 0).label("steps_done"),
             func.coalesce(steps.c.spent_micro_usd, 0).label("spent"),
         )
         .select_from(tables.workflows)
         .outerjoin(tables.budgets, tables.budgets.c.id == tables.workflows.c.budget_id)
+        .outerjoin(
+            token_budgets,
+            token_budgets.c.id == "workflow:" + tables.workflows.c.id + TOKENS_SUFFIX,
+        )
         .outerjoin(steps, text("true"))
     )
 
@@ -254,9 +272,10 @@ def _record(row: Row[Any]) -> WorkflowRecord:
         created_at=row.created_at,
         ended_at=row.ended_at,
         budget_id=row.budget_id,
-        budget_limit_micro_usd=row.limit_micro_usd,
+        budget_limit_micro_usd=row.budget_limit,
         budget_spent_micro_usd=row.budget_spent,
-        budget_reserved_micro_usd=row.reserved_micro_usd,
+        budget_reserved_micro_usd=row.budget_reserved,
+        token_budget_id=row.token_budget_id,
         steps_done=int(row.steps_done),
         spent_micro_usd=int(row.spent),
     )

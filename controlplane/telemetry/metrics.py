@@ -209,6 +209,27 @@ class Metrics:
             ("cause",),
             "Connections closed by a limit of the server before a call was read.",
         )  # fmt: skip
+        self.heartbeats = self._counter(
+            "headway_queue_heartbeats", "headway.queue.heartbeats", "{comment}", ("model",),
+            "Comments sent to streams that wait for a seat.",
+        )  # fmt: skip
+        self.streams_cut = self._counter(
+            "headway_streams_cut", "headway.streams.cut", "{stream}", ("model",),
+            "Streams ended in the middle because their budget was spent.",
+        )  # fmt: skip
+        self.cached_answers = self._counter(
+            "headway_response_cache_calls", "headway.response_cache.calls", "{request}",
+            ("tenant_class", "result"),
+            "Calls that may share answers; the result is hit or miss.",
+        )  # fmt: skip
+        self.cache_bytes = self._gauge(
+            "headway_response_cache_bytes", "headway.response_cache.bytes", "By", (),
+            "Bytes of the answers that are kept to be given again.",
+        )  # fmt: skip
+        self.idempotent_calls = self._counter(
+            "headway_idempotent_calls", "headway.idempotent.calls", "{request}", ("result",),
+            "Calls with an idempotency key: fresh, replayed, in_progress, mismatch or not_stored.",
+        )  # fmt: skip
 
         # What the gate decides and settles.
         self.admissions = self._counter(
@@ -243,10 +264,48 @@ class Metrics:
             "Retries wanted after a failure before the first byte, allowed or denied.",
         )  # fmt: skip
 
+        # The life of policy bundles.
+        self.policy_load_failures = self._counter(
+            "headway_policy_load_failures", "headway.policy.load_failures", "{failure}", (),
+            "Policy revisions that could not be used; the one before them rules on.",
+        )  # fmt: skip
+        self.policy_comparisons = self._counter(
+            "headway_policy_comparisons", "headway.policy.comparisons", "{request}", ("change",),
+            "Calls ruled by the active and the candidate bundle, by what the candidate changes.",
+        )  # fmt: skip
+        self.policy_rollbacks = self._counter(
+            "headway_policy_rollbacks", "headway.policy.rollbacks", "{rollback}", (),
+            "Candidate bundles that this replica took back by itself.",
+        )  # fmt: skip
+
         # State that others hold; each gauge asks its owner when it is read.
         self.queue_depth = self._gauge(
             "headway_queue_depth", "headway.queue.depth", "{request}", ("model",),
             "Calls that wait for a seat.",
+        )  # fmt: skip
+        self.pool_seats_promised = self._gauge(
+            "headway_pool_seats_promised", "headway.pool.seats.promised", "{seat}", ("model",),
+            "Seats that the workflows which this replica let in need to end in time.",
+        )  # fmt: skip
+        self.pool_committed_ratio = self._gauge(
+            "headway_pool_committed_ratio", "headway.pool.committed.ratio", "1", ("model",),
+            "Share of a pool's seats that may be promised.",
+        )  # fmt: skip
+        self.pool_stretch_ratio = self._gauge(
+            "headway_pool_stretch_ratio", "headway.pool.stretch.ratio", "1", ("model",),
+            "How far calls in flight may stretch the time per token of an empty engine.",
+        )  # fmt: skip
+        self.pool_price = self._gauge(
+            "headway_pool_price_usd_per_second", "headway.pool.price", "{USD}/s", ("model",),
+            "What a second of a seat is worth to those who have to wait for one; 0 while nobody does.",
+        )  # fmt: skip
+        self.pool_appointments = self._gauge(
+            "headway_pool_appointments", "headway.pool.appointments", "{workflow}", ("model",),
+            "Workflows that were told when to come back.",
+        )  # fmt: skip
+        self.pool_level = self._gauge(
+            "headway_pool_level", "headway.pool.level", "1", ("model",),
+            "Rank below which workflows do not begin; 0 refuses nobody.",
         )  # fmt: skip
         self.seats_lent = self._gauge(
             "headway_engine_seats_lent", "headway.engine.seats.lent", "{seat}",
@@ -264,6 +323,10 @@ class Metrics:
         self.kv_tokens_taken = self._gauge(
             "headway_engine_kv_tokens_taken", "headway.engine.kv_tokens.taken", "{token}",
             ("engine", "model", "region"), "KV tokens that calls of this replica may come to hold.",
+        )  # fmt: skip
+        self.policy_disagreements = self._gauge(
+            "headway_policy_disagreements", "headway.policy.disagreements", "{ruling}", (),
+            "Spot checks in which generated rules and CEL did not agree; anything above 0 is a defect.",
         )  # fmt: skip
         self.journal_depth = self._gauge(
             "headway_journal_entries_pending", "headway.journal.entries.pending", "{entry}", (),

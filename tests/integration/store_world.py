@@ -129,6 +129,8 @@ class Rows:
             workflow_id=self.workflow,
             step=self.step,
             replica_id=self.replica,
-            tenant_budget_id=f"tenant:{self.tenant}",
-            workflow_budget_id=self.workflow_budget,
+            charges=(
+                (f"tenant:{self.tenant}", charged),
+                *(() if self.workflow_budget is None else ((self.workflow_budget, charged),)),
+            ),
         )

@@ -91,13 +91,13 @@ async def test_a_cordon_is_kept_by_the_next_document(engine: AsyncEngine) -> Non
 
 
 async def test_a_document_never_lowers_a_limit_below_what_is_taken(engine: AsyncEngine) -> None:
-    assert await budgets.lease(engine, "tenant:acme", R1, 1, 700_000) == 700_000
+    assert await budgets.lease(engine, "tenant:acme", R1, 700_000, 700_000) == 700_000
     await catalog.apply_cluster(
         engine, parse_cluster(CLUSTER.replace("budget_usd: 1.0", "budget_usd: 0.5"))
     )
     account = await budgets.read(engine, "tenant:acme")
     assert account is not None
-    assert account.limit_micro_usd == 700_000
+    assert account.limit == 700_000
 
 
 async def test_tenants_are_created_once_and_listed_with_their_budget(engine: AsyncEngine) -> None:

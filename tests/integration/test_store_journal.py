@@ -77,8 +77,8 @@ async def test_the_whole_life_of_a_call_is_written(
     for budget_id, limit in (("tenant:acme", 1_000_000), (made.budget_id, 1_000)):
         account = await budgets.read(engine, budget_id)
         assert account is not None
-        assert account.limit_micro_usd == limit
-        assert (account.spent_micro_usd, account.reserved_micro_usd) == (120, 380)
+        assert account.limit == limit
+        assert (account.spent, account.reserved) == (120, 380)
     after = await workflows.get(engine, made.id, ACME)
     assert after is not None
     assert (after.steps_done, after.spent_micro_usd) == (1, 120)
@@ -125,7 +125,7 @@ async def test_a_charge_beyond_the_slice_is_taken_from_the_account(
     account = await budgets.read(engine, "tenant:bolt")
     assert account is not None
     # 2 of the 6 from the slice, 4 from the 5 that were free; the 1 left does not pay for 2.
-    assert (account.spent_micro_usd, account.reserved_micro_usd) == (6, 3)
+    assert (account.spent, account.reserved) == (6, 3)
     settled = {r.id: r.settled_micro_usd for r in (await records.list_requests(engine)).items}
     assert settled == {"a": 6, "b": 0}
     assert await records.invariants(engine) == {"I1": True, "I2": True}
@@ -275,7 +275,7 @@ async def test_connections_killed_all_the_time_lose_and_double_nothing(
     await engine.dispose()
     account = await budgets.read(engine, "tenant:acme")
     assert account is not None
-    assert (account.spent_micro_usd, account.reserved_micro_usd) == (calls, 0)
+    assert (account.spent, account.reserved) == (calls, 0)
     assert await records.invariants(engine) == {"I1": True, "I2": True}
 
 
@@ -311,7 +311,7 @@ async def test_postgres_killed_in_mid_flush_and_started_again(folder: Path) -> N
         assert await writer.drain(30) == 0
     account = await budgets.read(engine, "tenant:acme")
     assert account is not None
-    assert (account.spent_micro_usd, account.reserved_micro_usd) == (600, 0)
+    assert (account.spent, account.reserved) == (600, 0)
     assert await records.invariants(engine) == {"I1": True, "I2": True}
     async with transaction(engine) as connection:
         assert await connection.scalar(text("SELECT count(*) FROM ledger")) == 600

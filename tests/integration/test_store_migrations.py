@@ -93,7 +93,7 @@ def test_the_ledger_refuses_changes(clean_database_url: str, statement: str) -> 
         connection.execute(
             """
             INSERT INTO slo_classes VALUES ('s', 1, 1, 1, 0, 0);
-            INSERT INTO budgets (id, limit_micro_usd) VALUES ('tenant:t', 10);
+            INSERT INTO budgets (id, "limit") VALUES ('tenant:t', 10);
             INSERT INTO tenants (id, name, tenant_class, slo_class, budget_id, cache_salt)
                 VALUES ('t', 'T', 'gold', 's', 'tenant:t', 'x');
             INSERT INTO replicas (id) VALUES ('r');

@@ -1,119 +1,421 @@
-"""The waiting queue against a plain list that is sorted anew for every question."""
+"""The waiting queue against plain lists that are searched anew for every question.
+
+The model is written from the documentation: bounds and who is displaced, whose turn it is among queue
+classes, tenants and calls, who is passed over, who sleeps, and what is charged.
+"""
+
+from collections import Counter
+from itertools import count
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from controlplane.admission.queue import Waiting, WaitingQueue
+from controlplane.admission.fairness import Leeway
+from controlplane.admission.queue import Answer, Entered, TurnedAway, Waiting, WaitingQueue
+from controlplane.domain.decision import Reason
 from tests.decision_builders import call
 
-
-def turn(request):
-    """Written from the documentation: arrival + given time / weight."""
-    return request.arrival_ms + (request.workflow_deadline_ms - request.arrival_ms) / request.weight
+LEAD, CREDIT = 1.5, 1.0
+CLASS_WEIGHTS = {"standard": 4.0, "batch": 1.0}
 
 
-class QueueAgainstList(RuleBasedStateMachine):
-    @initialize(calls_max=st.integers(1, 5), bytes_max=st.integers(1, 12))
+def due(request):
+    given_ms = max(0, request.workflow_deadline_ms - request.arrival_ms)
+    service_ms = request.ttft_ms_max + request.completion_tokens_expected * request.tpot_ms_max
+    latest_ms = 30.0 * max(1_000, service_ms)
+    return request.arrival_ms + min(given_ms / request.weight, latest_ms)
+
+
+def charge(item):
+    uncached = max(0, item.request.prompt_tokens - item.cached_tokens)
+    return max(1, uncached + 2 * item.request.completion_tokens_expected)
+
+
+def wants(request):
+    return request.home or (request.regions, request.gpu_types)
+
+
+class Model:
+    """One waiting call of the model."""
+
+    def __init__(self, item, number, now):
+        self.item, self.number = item, number
+        self.line_up(now)
+
+    def line_up(self, now):
+        request = self.item.request
+        is_ordinary = 0 < self.item.idle_until_ms <= now
+        if request.not_before_ms > now:
+            self.state = "asleep"
+        elif request.waits_for_idle and not is_ordinary:
+            self.state = "idle"
+        else:
+            self.state = "waits"
+
+    @property
+    def line(self):
+        return self.item.request.model, self.item.queue_class
+
+
+class Shares:
+    """Counters of the tenants in one class of one pool, and the class's own."""
+
+    def __init__(self):
+        self.of_tenant = {}
+        self.virtual = self.mean = self.own = 0.0
+
+    def came(self, tenant):
+        least = self.virtual - CREDIT * self.mean
+        self.of_tenant[tenant] = max(self.of_tenant.get(tenant, least), least)
+
+    def learn(self, amount):
+        self.mean = self.mean + 0.05 * (amount - self.mean) if self.mean else amount
+
+
+class QueueAgainstLists(RuleBasedStateMachine):
+    @initialize(calls_max=st.sampled_from([2, 5, 99, 99]), bytes_max=st.sampled_from([9, 999, 999]))
     def begin(self, calls_max, bytes_max):
-        self.queue = WaitingQueue(calls_max, bytes_max)
+        self.queue = WaitingQueue(
+            calls_max, bytes_max, class_weights=CLASS_WEIGHTS, leeway=Leeway(LEAD, CREDIT)
+        )
         self.calls_max, self.bytes_max = calls_max, bytes_max
-        self.model = []  # in order of arrival
-        self.number = 0
+        self.calls: list[Model] = []  # in order of arrival
+        self.shares: dict = {}
+        self.pool_virtual: Counter = Counter()
+        self.charges = []
+        self.numbers = count(1)
+        self.now = 0
 
-    def in_order(self):
-        return sorted(self.model, key=lambda item: turn(item.request))
+    # ------------------------------------------------------------ the model
+
+    def share(self, line):
+        return self.shares.setdefault(line, Shares())
+
+    def stand(self, entry):
+        """A call gets its place among those that wait."""
+        entry.line_up(self.now)
+        if entry.state != "waits":
+            return
+        share, request = self.share(entry.line), entry.item.request
+        others = [e for e in self.calls if e is not entry and e.state == "waits"]
+        if all(other.line != entry.line for other in others):
+            share.own = max(share.own, self.pool_virtual[request.model])
+        if all((o.line, o.item.request.tenant) != (entry.line, request.tenant) for o in others):
+            share.came(request.tenant)
+
+    def next_of(self, model, candidates):
+        """Whose turn it is among these, and the least counter of their tenants."""
+        lines = sorted(
+            {entry.line for entry in candidates if entry.line[0] == model},
+            key=lambda line: (self.share(line).own, line[1]),
+        )
+        if not lines:
+            return None
+        line, share = lines[0], self.share(lines[0])
+        here = [entry for entry in candidates if entry.line == line]
+        least = min(share.of_tenant[entry.item.request.tenant] for entry in here)
+        may = [
+            entry
+            for entry in here
+            if share.of_tenant[entry.item.request.tenant] <= least + LEAD * share.mean
+        ]
+        return min(may, key=lambda entry: (due(entry.item.request), entry.number)), least
+
+    def serve(self, entry, least):
+        share, request = self.share(entry.line), entry.item.request
+        model = request.model
+        self.pool_virtual[model] = max(self.pool_virtual[model], share.own)
+        share.own += charge(entry.item) / CLASS_WEIGHTS[entry.item.queue_class]
+        share.virtual = max(share.virtual, least)
+        share.of_tenant[request.tenant] += charge(entry.item) / request.weight
+        share.learn(charge(entry.item) / request.weight)
+
+    def pass_through(self, answers, tries):
+        gone = []
+        for model in self.models_in_turn():
+            waiting = [
+                e for e in self.calls if e.state == "waits" and e.item.request.model == model
+            ]
+            left, stuck = list(waiting), set()
+            while tries:
+                found = self.next_of(model, [e for e in left if wants(e.item.request) not in stuck])
+                if found is None:
+                    break
+                entry, least = found
+                tries -= 1
+                answer = answers(entry.item)
+                if answer is Answer.POOL_FULL:
+                    break
+                if answer is Answer.STAYS:
+                    stuck.add(wants(entry.item.request))
+                    continue
+                if answer is Answer.GOES:
+                    self.serve(entry, least)
+                    self.charges.append(entry.item)
+                left.remove(entry)
+                gone.append(entry)
+                self.calls.remove(entry)
+            if not tries:
+                break
+        return [entry.item for entry in gone]
+
+    def models_in_turn(self):
+        return list(self.queue._pools)
+
+    # ------------------------------------------------------------ what happens
 
     @rule(
-        arrival=st.integers(0, 3),
         given_ms=st.integers(0, 8),
-        deadline=st.integers(1, 9),
-        weight=st.sampled_from([1.0, 2.0, 4.0]),
+        ends=st.sampled_from([1, 3, 8, 50, 200]),
+        weight=st.sampled_from([0.5, 1.0, 2.0]),
         size=st.integers(0, 5),
+        tenant=st.sampled_from(["a", "b", "c"]),
+        model=st.sampled_from(["m", "n"]),
+        queue_class=st.sampled_from(["standard", "batch"]),
+        home=st.sampled_from([None, "e1", "e2"]),
+        priority=st.integers(0, 2),
+        is_begun=st.booleans(),
+        tokens=st.integers(1, 40),
+        cached=st.integers(0, 50),
+        later=st.sampled_from([0, 0, 0, 2, 5]),
     )
-    def push(self, arrival, given_ms, deadline, weight, size):
-        self.number += 1
+    def enter(
+        self, given_ms, ends, weight, size, tenant, model, queue_class, home, priority, is_begun,
+        tokens, cached, later,
+    ):  # fmt: skip
+        number = next(self.numbers)
         request = call(
-            id=f"r{self.number}",
-            arrival_ms=arrival,
-            workflow_deadline_ms=arrival + given_ms,
-            deadline_ms=deadline,
-            weight=weight,
-        )
-        item = Waiting(request, self.number, size)
-        has_room = (
-            len(self.model) < self.calls_max
-            and sum(other.body_bytes for other in self.model) + size <= self.bytes_max
-        )
-        assert self.queue.push(item) == has_room
-        if has_room:
-            self.model.append(item)
+            id=f"r{number}", tenant=tenant, model=model, arrival_ms=self.now,
+            workflow_deadline_ms=self.now + given_ms, deadline_ms=self.now + ends, weight=weight,
+            home=home, priority=priority, is_begun=is_begun, prompt_tokens=tokens,
+            completion_tokens_expected=3, not_before_ms=self.now + later if later else 0,
+            ttft_ms_max=0, tpot_ms_max=0,
+        )  # fmt: skip
+        item = Waiting(request, number, size, queue_class, cached)
+        calls, stored = len(self.calls), sum(entry.item.body_bytes for entry in self.calls)
+        ratio = 1.25 if is_begun else 1.0
+        calls_over = calls + 1 - int(self.calls_max * ratio)
+        bytes_over = stored + size - self.bytes_max * ratio
+        victims = []
+        for entry in self.worth_less(request):
+            if calls_over <= 0 and bytes_over <= 0:
+                break
+            victims.append(entry)
+            calls_over -= 1
+            bytes_over -= entry.item.body_bytes
+        is_in = calls_over <= 0 and bytes_over <= 0
+        outcome = self.queue.enter(item, self.now)
+        if is_in:
+            assert outcome == Entered(tuple(entry.item for entry in victims))
+        else:
+            assert isinstance(outcome, TurnedAway)
+            assert outcome.reason is Reason.QUEUE_FULL
+        if is_in:
+            self.calls = [entry for entry in self.calls if entry not in victims]
+            self.calls.append(Model(item, number, self.now))
+            self.stand(self.calls[-1])
 
-    @precondition(lambda self: self.model)
+    @rule(
+        calls=st.lists(
+            st.tuples(
+                st.sampled_from(["a", "a", "b", "c"]),
+                st.integers(0, 60),
+                st.sampled_from(["standard", "standard", "batch"]),
+                st.sampled_from([1, 5, 40]),
+                st.sampled_from([None, "e1", "e2"]),
+            ),
+            min_size=5,
+            max_size=20,
+        )
+    )
+    def burst(self, calls):
+        """Many calls of one pool at once, so that counters drift apart further than the lead."""
+        if self.calls_max < 99 or self.bytes_max < 999 or len(self.calls) > 60:
+            return
+        for tenant, given_ms, queue_class, tokens, home in calls:
+            number = next(self.numbers)
+            request = call(
+                id=f"r{number}", tenant=tenant, arrival_ms=self.now, home=home,
+                workflow_deadline_ms=self.now + given_ms, deadline_ms=self.now + 500,
+                prompt_tokens=tokens, completion_tokens_expected=1,
+            )  # fmt: skip
+            item = Waiting(request, number, 1, queue_class)
+            assert self.queue.enter(item, self.now) == Entered(())
+            self.calls.append(Model(item, number, self.now))
+            self.stand(self.calls[-1])
+
+    def worth_less(self, request):
+        firsts = [entry for entry in self.calls if not entry.item.request.is_begun]
+        sizes = Counter(
+            (entry.item.request.priority, entry.item.request.tenant) for entry in firsts
+        )
+
+        def size(entry):
+            return sizes[entry.item.request.priority, entry.item.request.tenant]
+
+        lower = [
+            entry
+            for entry in firsts
+            if request.is_begun or entry.item.request.priority < request.priority
+        ]
+        for priority in sorted({entry.item.request.priority for entry in lower}):
+            here = [entry for entry in lower if entry.item.request.priority == priority]
+            yield from self.by_size(here, size)
+        if request.is_begun:
+            return
+        equals = [entry for entry in firsts if entry.item.request.priority == request.priority]
+        if equals:
+            mine = sizes[request.priority, request.tenant]
+            largest = next(self.by_size(equals, size))
+            spare = max(0, size(largest) - mine - 1)
+            same = [e for e in equals if e.item.request.tenant == largest.item.request.tenant]
+            yield from same[::-1][:spare]
+
+    def by_size(self, entries, size):
+        """Tenant by tenant, the largest first; of equal ones the one that became so first."""
+        level = self.queue._displaceable._levels[entries[0].item.request.priority]
+        tenants = sorted(
+            {entry.item.request.tenant for entry in entries},
+            key=lambda t: (
+                -max(size(e) for e in entries if e.item.request.tenant == t),
+                list(level._by_size[len(level.tenants[t])]).index(t),
+            ),
+        )
+        for tenant in tenants:
+            yield from [e for e in entries if e.item.request.tenant == tenant][::-1]
+
+    @precondition(lambda self: self.calls)
     @rule(data=st.data())
     def remove(self, data):
-        item = data.draw(st.sampled_from(self.model))
-        assert self.queue.remove(item.request.id) is item
-        assert self.queue.remove(item.request.id) is None
-        self.model.remove(item)
+        entry = data.draw(st.sampled_from(self.calls))
+        assert self.queue.remove(entry.item.request.id) is entry.item
+        assert self.queue.remove(entry.item.request.id) is None
+        self.calls.remove(entry)
 
-    @rule(now=st.integers(0, 10))
-    def expire(self, now):
-        expected = [item for item in self.model if item.request.deadline_ms <= now]
-        expected.sort(key=lambda item: item.request.deadline_ms)
-        assert self.queue.expire(now) == expected
-        self.model = [item for item in self.model if item not in expected]
+    @rule(passed=st.integers(0, 4))
+    def expire(self, passed):
+        self.now += passed
+        over = [entry for entry in self.calls if entry.item.request.deadline_ms <= self.now]
+        over.sort(key=lambda entry: (entry.item.request.deadline_ms, entry.number))
+        assert self.queue.expire(self.now) == [entry.item for entry in over]
+        self.calls = [entry for entry in self.calls if entry not in over]
+        self.wake()
 
-    @rule(parity=st.integers(0, 2), tries=st.integers(0, 6))
-    def pop_ready(self, parity, tries):
-        expected = [item for item in self.in_order()[:tries] if item.ticket % 3 != parity]
-        assert self.queue.pop_ready(lambda item: item.ticket % 3 != parity, tries) == expected
-        self.model = [item for item in self.model if item not in expected]
+    def wake(self):
+        asleep = [entry for entry in self.calls if entry.state == "asleep"]
+        asleep.sort(key=lambda entry: (entry.item.request.not_before_ms, entry.number))
+        for entry in asleep:
+            if entry.item.request.not_before_ms <= self.now:
+                self.stand(entry)
+
+    @rule(
+        tries=st.sampled_from([0, 1, 2, 5, 9, 20]),
+        passed=st.integers(0, 2),
+        goes=st.sampled_from(
+            [
+                {"e1", "e2", (3, 15)},
+                {"e1", "e2", (3, 15)},
+                {"e1", (3, 15)},
+                {"e2"},
+                {(3, 15)},
+                set(),
+            ]
+        ),
+        full=st.sampled_from([None, None, None, None, "m", "n"]),
+        leaves=st.sampled_from([0, 9, 9]),
+    )
+    def dispatch(self, tries, passed, goes, full, leaves):
+        self.now += passed
+        self.wake()
+
+        def answers(item):
+            if item.request.model == full:
+                return Answer.POOL_FULL
+            if item.ticket % 5 == leaves:
+                return Answer.LEAVES
+            return Answer.GOES if wants(item.request) in goes else Answer.STAYS
+
+        expected = self.pass_through(answers, tries)
+        assert self.queue.dispatch(answers, tries, self.now) == expected
+        for item in expected:
+            charged = self.queue.charge_of(item.request.id)
+            if item in self.charges:
+                self.charges.remove(item)
+                assert charged.tokens == charge(item)
+                self.paid = (charged, item)
+            else:
+                assert charged is None
+
+    @precondition(lambda self: hasattr(self, "paid"))
+    @rule(used=st.integers(0, 60))
+    def correct(self, used):
+        charged, item = self.paid
+        del self.paid
+        self.queue.correct(charged, used)
+        share = self.share((item.request.model, item.queue_class))
+        share.of_tenant[item.request.tenant] += (used - charge(item)) / item.request.weight
+
+    @rule(tenant=st.sampled_from(["a", "b", "c"]), tokens=st.integers(1, 40))
+    def served_at_once(self, tenant, tokens):
+        request = call(tenant=tenant, model="m", prompt_tokens=tokens, completion_tokens_expected=0)
+        self.queue.charge(request)
+        share = self.share(("m", "standard"))
+        here = [e for e in self.calls if e.line == ("m", "standard") and e.state == "waits"]
+        if all(entry.item.request.tenant != tenant for entry in here):
+            share.came(tenant)
+        share.of_tenant[tenant] += tokens
+        share.learn(tokens)
+        if not here:
+            share.virtual = max(share.virtual, share.of_tenant[tenant])
+
+    # ------------------------------------------------------------ what holds
 
     @invariant()
     def agrees(self):
-        assert len(self.queue) == len(self.model)
-        assert self.queue.bytes == sum(item.body_bytes for item in self.model)
-        assert list(self.queue.ordered()) == self.in_order()
+        assert len(self.queue) == len(self.calls)
+        assert self.queue.bytes == sum(entry.item.body_bytes for entry in self.calls)
+        assert sorted(item.ticket for item in self.queue.items()) == [e.number for e in self.calls]
+        for model in ("m", "n"):
+            here = [e for e in self.calls if e.line[0] == model and e.state == "waits"]
+            assert self.queue.waiting_for(model) == len(here)
+            ranks = [self.queue.position(entry.item.request.id) for entry in here]
+            assert all(1 <= rank <= len(here) for rank in ranks)
 
 
-TestQueueAgainstList = QueueAgainstList.TestCase
-TestQueueAgainstList.settings = settings(max_examples=200, stateful_step_count=30, deadline=None)
+TestQueueAgainstLists = QueueAgainstLists.TestCase
+TestQueueAgainstLists.settings = settings(max_examples=200, stateful_step_count=30, deadline=None)
 
 
-@given(
-    st.lists(st.tuples(st.sampled_from(["in", "out", "popped"]), st.integers(1, 90)), max_size=12)
-)
-def test_memory_is_bounded_by_what_waits(bursts):
+@given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 99)), max_size=40))
+def test_by_arrival_nothing_else_counts(calls):
+    queue = WaitingQueue(order="arrival", class_weights=CLASS_WEIGHTS)
+    for number, (arrival, other) in enumerate(calls):
+        request = call(
+            id=f"r{number}", tenant=f"t{other % 7}", arrival_ms=arrival, weight=1 + other % 3,
+            workflow_deadline_ms=arrival + other, prompt_tokens=other + 1,
+        )  # fmt: skip
+        queue.enter(Waiting(request, (arrival, number), 1, ["standard", "batch"][other % 2]), 0)
+    gone = [item.ticket for item in queue.dispatch(lambda _: Answer.GOES, 99, 0)]
+    assert gone == sorted(gone)
+    assert len(gone) == len(calls)
+
+
+@given(st.lists(st.tuples(st.integers(0, 200), st.integers(0, 9)), min_size=1, max_size=300))
+def test_flows_and_memory_are_bounded_whoever_comes(arrivals):
     queue = WaitingQueue()
-    alive = []
-    steps = [step for step, times in bursts for _ in range(times)]
-    for number, step in enumerate(steps):
-        if step == "in":
-            queue.push(Waiting(call(id=f"r{number}"), number, 1))
-            alive.append(f"r{number}")
-        elif step == "out" and alive:
-            queue.remove(alive.pop())
-        elif alive:
-            alive.remove(queue.pop_ready(lambda _: True, 1)[0].request.id)
-        assert len(queue._heap) <= 64 + 2 * len(alive) + 2
-        assert len(queue._expiry) <= 64 + 2 * len(alive) + 2
-
-
-def test_a_heavier_tenant_goes_first_and_a_light_one_is_not_starved():
-    queue = WaitingQueue()
-    light = call(id="light", arrival_ms=0, workflow_deadline_ms=60_000, weight=1.0)
-    queue.push(Waiting(light, "light", 0))
-    for number in range(20):
-        arrival = number * 5_000
-        heavy = call(
-            id=f"heavy-{number}",
-            arrival_ms=arrival,
-            workflow_deadline_ms=arrival + 60_000,
-            weight=4.0,
-        )
-        queue.push(Waiting(heavy, f"heavy-{number}", 0))
-    order = [item.ticket for item in queue.ordered()]
-    assert order[0] == "heavy-0"
-    # Its turn is at 60 s: of equal weight or more, whatever arrives from 45 s on goes behind it.
-    assert order.index("light") == 9
+    for number, (tenant, going) in enumerate(arrivals):
+        queue.enter(Waiting(call(id=f"r{number}", tenant=f"t{tenant}"), number, 1), 0)
+        if going == 0:
+            queue.dispatch(lambda _: Answer.GOES, 5, 0)
+    [pool] = queue._pools.values()
+    [flows] = pool.classes.values()
+    assert len(flows.busy) <= 64 + 128
+    assert len(flows._flows) <= 1_024
+    assert sum(len(flow.turns) for flow in flows.busy.values()) == len(queue)
+    assert len(queue._expiry) == len(queue)
+    gone = queue.dispatch(lambda _: Answer.GOES, 1_000, 0)
+    assert len(queue) == 0
+    assert len({item.ticket for item in gone}) == len(gone)
+    assert not flows.busy
+    assert not queue._expiry

@@ -45,8 +45,8 @@ async def test_sixty_four_calls_against_a_budget_for_ten(cluster: LocalCluster) 
         while not racing.done():
             account = await budgets.read(engine, "tenant:brook")
             assert account is not None
-            total = account.spent_micro_usd + account.reserved_micro_usd
-            assert total <= account.limit_micro_usd
+            total = account.spent + account.reserved
+            assert total <= account.limit
             highest = max(highest, total)
             await asyncio.sleep(0.02)
         await racing
@@ -59,8 +59,8 @@ async def test_sixty_four_calls_against_a_budget_for_ten(cluster: LocalCluster) 
     assert 1 <= answers <= 10
     assert answers + len(refusals) == CALLS
     assert highest > 0
-    each = account.spent_micro_usd / answers
-    assert account.spent_micro_usd <= account.limit_micro_usd
+    each = account.spent / answers
+    assert account.spent <= account.limit
     assert each >= COMPLETION_TOKENS * 0.6
     for refusal in refusals:
         assert refusal.code == "insufficient_quota"

@@ -316,13 +316,16 @@ def test_the_price_is_what_the_first_in_waiting_offers():
     assert load.appointments.tier_highest // WORTHS == 5
 
 
-def test_stretch_falls_while_promises_are_broken_and_rises_again():
+def test_stretch_falls_while_the_pressed_have_no_slack_and_rises_again():
     load = PoolLoad(2.5)
-    for second in range(0, 60, 5):
-        load.ended(is_in_time=False)
-        load.tick(second * 1_000, 1.5, 2.5)
-    assert load.stretch_ratio == pytest.approx(1.5)
-    for second in range(60, 600, 5):
-        load.ended(is_in_time=True)
-        load.tick(second * 1_000, 1.5, 2.5)
-    assert load.stretch_ratio == pytest.approx(2.5)
+    pressed = workflow(1, workflow_deadline_ms=NOW_MS + 24_000)
+    assert load.may_begin(pressed, ROOM, NOW_MS) is None
+    # 4 s of work: at 20 s before the deadline there is slack, at 4.5 s there is not.
+    load.tick(NOW_MS + 4_000, 1.5, 2.5)
+    assert load.stretch_ratio == 2.5
+    for now_ms in range(NOW_MS + 19_500, NOW_MS + 23_500, 250):
+        load.tick(now_ms, 1.5, 2.5)
+    assert load.stretch_ratio == pytest.approx(2.5 * 0.97**16, rel=0.01)
+    for now_ms in range(NOW_MS + 24_000, NOW_MS + 60_000, 250):
+        load.tick(now_ms, 1.5, 2.5)
+    assert load.stretch_ratio == 2.5

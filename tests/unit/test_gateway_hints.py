@@ -122,3 +122,31 @@ def test_the_sdks_default_time_out_says_nothing() -> None:
         assert said({"x-stainless-read-timeout": value}) == Hints()
     assert said({"x-stainless-read-timeout": "0.5"}) == Hints(deadline_ms=500)
     assert said({"x-stainless-retry-count": "many"}) == Hints()
+
+
+def test_an_idempotency_key_and_a_dry_run_are_read() -> None:
+    found = said({"idempotency-key": "k" * 255, "x-headway-dry-run": "true"})
+    assert isinstance(found, Hints)
+    assert (found.idempotency_key, found.is_dry_run) == ("k" * 255, True)
+    found = said({"x-headway-dry-run": "false"})
+    assert isinstance(found, Hints)
+    assert (found.idempotency_key, found.is_dry_run) == (None, False)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("idempotency-key", ""),
+        ("idempotency-key", "k" * 256),
+        ("idempotency-key", "a b"),
+        ("idempotency-key", "a\tb"),
+        ("idempotency-key", "\u00e9"),
+        ("x-headway-dry-run", "1"),
+        ("x-headway-dry-run", "True"),
+        ("x-headway-dry-run", ""),
+    ],
+)
+def test_a_key_or_a_dry_run_that_is_none_is_refused(name: str, value: str) -> None:
+    flaw = said({name: value})
+    assert isinstance(flaw, Flaw)
+    assert flaw.param == name

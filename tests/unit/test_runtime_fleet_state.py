@@ -15,7 +15,6 @@ from controlplane.domain.ids import (
     SloClassName,
     TenantId,
 )
-from controlplane.domain.outcome import AttemptOutcome
 from controlplane.domain.request import UNLIMITED_MICRO_USD, Request
 from controlplane.runtime.fleet_state import FleetState
 from controlplane.scheduler.prefix_index import PrefixIndex
@@ -233,21 +232,6 @@ def test_telemetry_of_another_life_is_not_taken(fleet: FleetState) -> None:
     assert row.running == 0
     fleet.telemetry(report(1, 3), NOW)
     assert (row.running, row.kv_tokens_used) == (3, 5_000)
-
-
-def test_faults_eject_an_engine_but_never_more_than_half_of_a_pool(fleet: FleetState) -> None:
-    fleet.hello(hello(facts("e1"), facts("e2")), NOW)
-    rows = fleet.rows_for(ModelName("small"))
-    assert len(rows) == 2
-    for row in rows:
-        for _ in range(5):
-            fleet.attempted(row, AttemptOutcome.SERVER_ERROR, NOW)
-    assert sorted(row.is_suspect for row in rows) == [False, True]
-    suspect = next(row for row in rows if row.is_suspect)
-    fleet.look_again(NOW + 4_999)
-    assert suspect.is_suspect
-    fleet.look_again(NOW + 5_000)
-    assert not suspect.is_suspect, "its breaker lets probes through"
 
 
 def test_predictions_are_corrected_within_bounds(fleet: FleetState) -> None:

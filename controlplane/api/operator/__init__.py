@@ -3,11 +3,15 @@
 from fastapi import APIRouter
 
 from controlplane.api.operator import (
+    audit,
+    breakers,
+    budgets,
     catalog,
     commands,
     engines,
     keys,
     nodes,
+    policies,
     requests,
     status,
     tenants,
@@ -31,5 +35,9 @@ for _module in (
     workflows,
     requests,
     commands,
+    policies,
+    breakers,
+    budgets,
+    audit,
 ):
     router.include_router(_module.router)

@@ -41,6 +41,8 @@ router = APIRouter(
     responses={status: {"model": ErrorBody} for status in (400, 401, 404, 409, 503)},
 )
 
+BUDGET_TOKENS_MAX = 10**15
+
 
 class NewWorkflow(Body):
     """`kind` is the tenant's own word for what the task is; `deadline_s` counts from now."""
@@ -50,6 +52,7 @@ class NewWorkflow(Body):
     steps_expected: Annotated[int, Field(ge=1, le=STEPS_EXPECTED_MAX)]
     deadline_s: Annotated[float, Field(gt=0, le=DEADLINE_S_MAX, allow_inf_nan=False)]
     budget_usd: Usd | None = None
+    budget_tokens: Annotated[int, Field(ge=1, le=BUDGET_TOKENS_MAX)] | None = None
     slo_class: Slug | None = None
 
 
@@ -81,6 +84,7 @@ async def create(body: NewWorkflow, principal: TenantDep, services: ServicesDep)
         slo_class=SloClassName(slo_class),
         deadline_ms=max(1, round(body.deadline_s * 1_000)),
         budget_micro_usd=None if budget is None else max(1, round(budget * MICRO_USD_PER_USD)),
+        budget_tokens=body.budget_tokens,
     )
     services.gate.workflows.remember(record)
     return answer(record)

@@ -21,10 +21,13 @@ def is_context_within(request: Request, row: EngineRow) -> bool:
 
 
 def cost(request: Request, row: EngineRow, forecast: Forecast) -> float:
-    """Micro-dollars of GPU time: engine milliseconds that the call uses up x the engine's price."""
+    """Micro-dollars of GPU time: engine milliseconds that the call uses up x price x attempts.
+
+    Where calls fail of late, each success is expected to cost several of them.
+    """
     if not is_allowed(request, row) or not is_context_within(request, row):
         return INFEASIBLE
-    return forecast.gpu_ms * row.micro_usd_per_ms
+    return forecast.gpu_ms * row.micro_usd_per_ms * row.attempts_expected
 
 
 def objection(request: Request, row: EngineRow, forecast: Forecast) -> str | None:

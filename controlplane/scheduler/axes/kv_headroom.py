@@ -49,6 +49,8 @@ def objection(request: Request, row: EngineRow, forecast: Forecast) -> str | Non
             return "its agent lends no credits at present"
         if row.seats_taken >= row.seats_lent:
             return f"all {row.seats_lent:,} lent seats are taken"
+        if row.seats_taken >= row.seats_bound:
+            return f"it is held to {row.seats_bound:,} calls in flight for now"
         free = row.kv_tokens_lent - row.kv_tokens_taken
         return f"the call needs {need:,} KV tokens and {free:,} are free"
     if not is_measured_room(row, forecast):

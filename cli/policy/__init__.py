@@ -1,0 +1,1 @@
+"""`headway policy`: bundles from a folder to every replica, and back."""

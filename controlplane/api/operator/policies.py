@@ -1,0 +1,274 @@
+"""Policy bundles: their revisions, the rollout of one, and the decisions to replay against another."""
+
+import asyncio
+from datetime import datetime
+from typing import Annotated, Any, NoReturn
+
+from fastapi import APIRouter, Query
+from pydantic import Field, StringConstraints
+
+from controlplane.api.security import AdminDep, Operator, ServicesDep, ViewerDep
+from controlplane.api.services import Services
+from controlplane.api.shapes import (
+    LIST_LIMIT_DEFAULT,
+    LIST_LIMIT_MAX,
+    Answer,
+    Body,
+    Cursor,
+    Detail,
+    Identifier,
+    Limit,
+    Page,
+    Text,
+    page_of,
+)
+from controlplane.domain.decision import Reason, Refuse
+from controlplane.domain.errors import ConfigurationError, Refused
+from controlplane.store import policies
+from controlplane.store.policies import Mode, Revision, Rollout, RolloutConflict
+from policies.cases import run_cases
+from policies.evaluate import Policy, compile_policy
+from policies.load import FILES_MAX, bundle_of
+
+SINCE_S_MAX = 31 * 86_400
+# Failed cases told at once; the rest is counted.
+CASES_TOLD_MAX = 8
+
+router = APIRouter(prefix="/policies", tags=["policies"])
+
+FileName = Annotated[
+    str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}\.ya?ml$", max_length=105)
+]
+Why = Annotated[Detail, Field(min_length=1)]
+# What the author of a change saw; it is refused when the rollout has moved on.
+Generation = Annotated[int | None, Field(ge=0)]
+Since = Annotated[
+    int, Query(ge=1, le=SINCE_S_MAX, description="Only decisions of the last so many seconds.")
+]
+
+
+class NewRevision(Body):
+    """A bundle: its files by name. `is_now`: rules at once, without a time in shadow."""
+
+    files: Annotated[dict[FileName, Text], Field(min_length=1, max_length=FILES_MAX)]
+    reason: Why
+    is_now: bool = False
+    generation: Generation = None
+
+
+class Step(Body):
+    reason: Why
+    generation: Generation = None
+
+
+class CanaryStep(Step):
+    percent: Annotated[int, Field(ge=1, le=100)]
+
+
+class RevisionAnswer(Answer):
+    digest: str
+    author: str
+    reason: str
+    created_at: datetime
+
+
+class RevisionFiles(RevisionAnswer):
+    files: dict[str, str]
+
+
+class RolloutAnswer(Answer):
+    """`mode`: none, shadow (the candidate rules without effect) or canary (it rules a share of tenants)."""
+
+    generation: int
+    active_digest: str | None
+    previous_digest: str | None
+    candidate_digest: str | None
+    mode: str
+    canary_percent: int
+    changed_by: str
+    reason: str
+    changed_at: datetime
+
+
+class FactsAnswer(Answer):
+    """A recorded decision with everything that rules could read. It stands for `sample_weight` calls."""
+
+    request_id: str
+    number: int
+    verdict: str
+    reason: str | None
+    tenant_id: str | None
+    model: str | None
+    rule: str | None
+    policy_revision: str
+    facts: dict[str, Any]
+    sample_weight: int
+    decided_at: datetime
+
+
+@router.get("/rollout")
+async def rollout(_: ViewerDep, services: ServicesDep) -> RolloutAnswer:
+    """Which bundle rules, and which one stands beside it."""
+    return RolloutAnswer.model_validate(await policies.rollout(services.engine))
+
+
+@router.get("/revisions")
+async def list_revisions(
+    _: ViewerDep, services: ServicesDep, limit: Limit = LIST_LIMIT_DEFAULT, cursor: Cursor = None
+) -> Page[RevisionAnswer]:
+    """List revisions, newest first, without their files."""
+    found = await policies.list_revisions(services.engine, limit=limit, cursor=cursor)
+    return page_of(found, RevisionAnswer.model_validate)
+
+
+@router.get("/revisions/{digest}")
+async def get_revision(digest: Identifier, _: ViewerDep, services: ServicesDep) -> RevisionFiles:
+    """Show a revision with its files: by digest, its first characters, or `active`, `previous`,
+    `candidate`.
+    """
+    return RevisionFiles.model_validate(await _found(services, digest))
+
+
+@router.post("/revisions", status_code=201)
+async def apply(body: NewRevision, operator: AdminDep, services: ServicesDep) -> RolloutAnswer:
+    """Check a bundle, store it, and let it rule in shadow or at once. A bad one changes nothing."""
+    policy = await asyncio.to_thread(_checked, dict(body.files))
+    try:
+        changed = await policies.apply(
+            services.engine,
+            policy.revision,
+            body.files,
+            author=_author(operator),
+            reason=body.reason,
+            mode=Mode.NONE if body.is_now else Mode.SHADOW,
+            generation=body.generation,
+        )
+    except RolloutConflict as error:
+        _conflict(error)
+    return RolloutAnswer.model_validate(changed)
+
+
+@router.post("/rollout/canary")
+async def canary(body: CanaryStep, operator: AdminDep, services: ServicesDep) -> RolloutAnswer:
+    """Let the candidate rule a share of the tenants."""
+    try:
+        changed = await policies.canary(
+            services.engine,
+            body.percent,
+            author=_author(operator),
+            reason=body.reason,
+            generation=body.generation,
+        )
+    except RolloutConflict as error:
+        _conflict(error)
+    return RolloutAnswer.model_validate(changed)
+
+
+@router.post("/rollout/promote")
+async def promote(body: Step, operator: AdminDep, services: ServicesDep) -> RolloutAnswer:
+    """Make the candidate the active bundle."""
+    try:
+        changed = await policies.promote(
+            services.engine,
+            author=_author(operator),
+            reason=body.reason,
+            generation=body.generation,
+        )
+    except RolloutConflict as error:
+        _conflict(error)
+    return RolloutAnswer.model_validate(changed)
+
+
+@router.post("/rollout/rollback")
+async def roll_back(body: Step, operator: AdminDep, services: ServicesDep) -> RolloutAnswer:
+    """Drop the candidate; without one, make the previous bundle active again."""
+    try:
+        changed = await policies.roll_back(
+            services.engine,
+            author=_author(operator),
+            reason=body.reason,
+            generation=body.generation,
+        )
+    except RolloutConflict as error:
+        _conflict(error)
+    return RolloutAnswer.model_validate(changed)
+
+
+@router.get("/facts")
+async def list_facts(
+    _: ViewerDep,
+    services: ServicesDep,
+    since_s: Since = 86_400,
+    limit: Limit = LIST_LIMIT_MAX,
+    cursor: Cursor = None,
+) -> Page[FactsAnswer]:
+    """List the last recorded decision of each request with its facts, newest first."""
+    found = await policies.list_facts(services.engine, since_s=since_s, limit=limit, cursor=cursor)
+    return page_of(found, FactsAnswer.model_validate)
+
+
+@router.get("/facts/{request_id}")
+async def get_facts(request_id: Identifier, _: ViewerDep, services: ServicesDep) -> FactsAnswer:
+    """Show what the rules could read when a request was decided."""
+    found = await policies.facts_of(services.engine, request_id)
+    if found is None:
+        raise Refused(
+            Refuse(
+                Reason.NOT_FOUND,
+                f"no facts of `{request_id}` are recorded; those of refusals and of a sample are",
+            )
+        )
+    return FactsAnswer.model_validate(found)
+
+
+def _checked(files: dict[str, str]) -> Policy:
+    """The compiled bundle. Raises ConfigurationError with file, rule, column and remedy."""
+    policy = compile_policy(bundle_of(files))
+    report = run_cases(policy)
+    if report.failures:
+        told = [
+            f"rule `{failure.rule}`: case `{failure.case}` should"
+            f" {'' if failure.expected else 'not '}fire; mend the rule or the case"
+            for failure in report.failures[:CASES_TOLD_MAX]
+        ]
+        hidden = len(report.failures) - len(told)
+        if hidden > 0:
+            told.append(f"and {hidden} more")
+        raise ConfigurationError("\n".join(told))
+    return policy
+
+
+async def _found(services: Services, name: str) -> Revision:
+    row = await policies.rollout(services.engine)
+    digest = _by_name(row, name)
+    if digest is None:
+        raise Refused(Refuse(Reason.NOT_FOUND, f"there is no {name} revision"))
+    try:
+        found = await policies.get_revision(services.engine, digest)
+    except RolloutConflict as error:
+        _conflict(error)
+    if found is None:
+        raise Refused(
+            Refuse(Reason.NOT_FOUND, f"there is no revision `{name}`; give at least six characters")
+        )
+    return found
+
+
+def _by_name(row: Rollout, name: str) -> str | None:
+    match name:
+        case "active":
+            return row.active_digest
+        case "previous":
+            return row.previous_digest
+        case "candidate":
+            return row.candidate_digest
+        case _:
+            return name
+
+
+def _author(operator: Operator) -> str:
+    return f"key:{operator.key_id}"
+
+
+def _conflict(error: RolloutConflict) -> NoReturn:
+    raise Refused(Refuse(Reason.CONFLICT, str(error))) from error
