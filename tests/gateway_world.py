@@ -104,6 +104,7 @@ class TicketView:
         self.call = call
         self.request = RequestView(RequestId(self.id), max(1, call.prompt_bytes // 4))
         self.model = MODEL
+        self.n = call.n
         self.completion_tokens_max = min(call.completion_tokens_max or 256, 1_024)
         self.cache_salt = call.principal.tenant.cache_salt
         self.prefill_url: Address | None = None
@@ -179,6 +180,7 @@ class RoundRobinGate:
     queue_ms: float = 0.0
     budget_tokens: int | None = None
     check_tokens: int = 1
+    may_come_back: bool = True
     model: Model = MODEL
     checks: list[int] = field(default_factory=list)
     cached_usages: list[Usage] = field(default_factory=list)
@@ -209,6 +211,10 @@ class RoundRobinGate:
         if self.cached_refusal is not None:
             return self.cached_refusal
         return self._ticket(call, call.request_id or f"hit-{len(self.cached_usages)}")
+
+    def may_return(self, ticket: TicketView) -> bool:
+        assert ticket.id
+        return self.may_come_back
 
     def may_continue(self, ticket: TicketView, completion_tokens: int) -> Refuse | None:
         self.checks.append(completion_tokens)
@@ -274,7 +280,9 @@ class RoundRobinGate:
         leg: str,
         outcome: AttemptOutcome,
         detail: str = "",
+        retry_after_ms: int | None = None,
     ) -> None:
+        del retry_after_ms
         if self.keeps:
             self.attempts.append((str(row.engine_id), leg, outcome, detail))
 

@@ -17,13 +17,15 @@ def id_lines(request_id: str) -> Lines:
 
 
 def ticket_lines(ticket: "Ticket") -> Lines:
-    """Ids, limits, warnings, and the time in the queue when there was any."""
+    """Ids, limits, warnings, the time in the queue when there was any, the model when it is another."""
     request_id = ticket.id.encode()
     lines = [(b"x-request-id", request_id), (b"x-headway-decision", request_id)]
     if ticket.rate_headers:
         lines += ticket.rate_headers
     if ticket.queue_ms:
         lines.append((b"x-headway-queue-ms", b"%d" % ticket.queue_ms))
+    if ticket.model.name != ticket.call.model:
+        lines.append((b"x-headway-model", header_text(ticket.model.name)))
     for warning in ticket.warnings:
         lines.append((b"x-headway-warning", header_text(warning)))
     return lines

@@ -208,6 +208,16 @@ class Body:
     def model(self) -> str:
         return self.read.model
 
+    def serve_as(self, model: str, sequences: int) -> None:
+        """Another model answers than the one that was asked for, or fewer answers are given."""
+        if model != self.read.model:
+            self.members["model"] = Raw(_encode(model))
+        if sequences < self.sequences:
+            prompts = self.sequences // (self.read.n or 1)
+            each = max(1, sequences // prompts)
+            self.members["n"] = Raw(b"%d" % each)
+            self.sequences = prompts * each
+
     def for_engine(
         self, completion_tokens_max: int, cache_salt: str, transfer: Raw | None = None
     ) -> bytes:

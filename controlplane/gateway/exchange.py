@@ -100,6 +100,7 @@ class Exchange:
         self._tracing = tracing
         self._ticket = ticket
         self._call = call
+        body.serve_as(ticket.model.name, ticket.n)
         self._body = body
         self._path = path
         self._send = send
@@ -244,8 +245,9 @@ class Exchange:
             raise
         connection.release()
         if outcome is not AttemptOutcome.CLIENT_ERROR:
-            failure = self._failed(row, outcome, f"status {status}")
-            return Failure(row, outcome, failure.detail, status, connection.retry_after_ms)
+            detail, retry_after_ms = f"status {status}", connection.retry_after_ms
+            self._ended(outcome, detail, retry_after_ms)
+            return Failure(row, outcome, detail, status, retry_after_ms)
         self._ended(outcome, f"status {status}")
         self.state, self._reason = RequestState.FAILED, Reason.INVALID_REQUEST
         self._usage = usage.NOTHING_USED
@@ -373,14 +375,16 @@ class Exchange:
     def _begin(self, row: EngineRow, leg: str) -> None:
         self._asked = (row, leg, monotonic_ms() if self._trace is not None else 0.0)
 
-    def _ended(self, outcome: AttemptOutcome, detail: str = "") -> None:
+    def _ended(
+        self, outcome: AttemptOutcome, detail: str = "", retry_after_ms: int | None = None
+    ) -> None:
         """The engine call under way has ended: told to the gate once."""
         asked = self._asked
         if asked is None:
             return
         self._asked = None
         row, leg, started_ms = asked
-        self._gate.attempted(self._ticket, row, leg, outcome, detail)
+        self._gate.attempted(self._ticket, row, leg, outcome, detail, retry_after_ms)
         if self._trace is not None:
             self._attempt_stages.append(
                 Stage(
@@ -423,7 +427,11 @@ class Exchange:
         if self._is_started:
             reason = Reason.STREAM_INTERRUPTED
         self._reason = reason
-        await self._refuse(Refuse(reason, detail, retry_after_ms, self._ticket.id))
+        # A client that comes back spends from the same budget as our own retries.
+        is_final = not self._is_head_sent and not self._gate.may_return(self._ticket)
+        await self._refuse(
+            Refuse(reason, detail, retry_after_ms, self._ticket.id, is_final=is_final)
+        )
 
     async def _refuse(self, refuse: Refuse) -> None:
         """Tell the client: by status while that is possible, else by the stream's last event."""

@@ -170,7 +170,6 @@ class Gate:
         if isinstance(prepared, Refuse):
             return prepared
         ticket = prepared.ticket
-        self._note_request(ticket)
         refuse = self._books.rate(ticket)
         if refuse is not None:
             return self._refuse(ticket, refuse)
@@ -184,6 +183,7 @@ class Gate:
                 self._forget(ticket)
                 raise
             if refuse is None:
+                self._note_request(ticket)
                 return await self._decide_or_wait(prepared)
         self._forget(ticket)
         return self._refuse(ticket, refuse)
@@ -470,6 +470,16 @@ class Gate:
         if isinstance(decision, Admit) and is_placed:
             self._commit(ticket, decision.placement, now_ms)
         return is_placed
+
+    def may_return(self, ticket: Ticket) -> bool:
+        """Whether a client whose call has failed may send it again: it spends from the same budgets."""
+        request = ticket.request
+        return self._retries.try_spend(
+            request.tenant,
+            request.model,
+            int(monotonic_ms()),
+            is_pool_overloaded=self.loads.of(request.model).levels.is_overloaded,
+        )
 
     def attempted(
         self,

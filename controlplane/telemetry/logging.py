@@ -24,7 +24,7 @@ FIELDS = frozenset(
         "engine", "entries", "epoch", "error", "kind", "leg", "loop", "model", "node", "outcome",
         "path", "pause_s", "pid", "port", "reason", "region", "replica", "request", "requests",
         "requests_lost", "scope", "signal", "status", "step", "subject", "tenant_class", "url",
-        "version", "why", "workflow", "workflows_expired",
+        "version", "was", "why", "workflow", "workflows_expired",
     }
 )  # fmt: skip
 

@@ -20,9 +20,8 @@ TERMS = Terms(
 FULL = (engine_row(seats_taken=8),)
 
 
-def answer(request, rows=None, waiting=0, waiting_max=8, terms=TERMS):
-    snapshot = Snapshot(rows or (engine_row(),), {}, waiting, waiting_max)
-    return decide(request, snapshot, terms, NOW_MS)
+def answer(request, rows=None, terms=TERMS):
+    return decide(request, Snapshot(rows or (engine_row(),), {}), terms, NOW_MS)
 
 
 def test_a_plain_call_is_admitted():
@@ -63,6 +62,7 @@ def test_what_speaks_against_a_call_is_told_with_a_remedy(request_, terms, reaso
     assert outcome.reason is reason
     assert words in outcome.detail
     assert outcome.retry_after_ms is None
+    assert outcome.rule == terms.denied_by
 
 
 def test_policy_comes_before_everything_else():
@@ -72,28 +72,13 @@ def test_policy_comes_before_everything_else():
     assert outcome.reason is Reason.FORBIDDEN_BY_POLICY
 
 
-def test_contention_queues_while_there_is_room():
+def test_contention_queues():
     assert answer(call(), FULL) == Queue(Reason.QUEUE_FULL)
-    assert answer(call(), FULL, waiting=5) == Queue(Reason.QUEUE_FULL)
-    outcome = answer(call(), FULL, waiting=6)
-    assert isinstance(outcome, Refuse)
-    assert outcome.reason is Reason.QUEUE_FULL
-    assert outcome.retry_after_ms is not None
-
-
-def test_the_last_quarter_of_the_queue_is_for_later_steps():
-    later = call(workflow="w", step=1, steps_expected=2)
-    assert answer(later, FULL, waiting=7) == Queue(Reason.QUEUE_FULL)
-    assert isinstance(answer(later, FULL, waiting=8), Refuse)
-    assert isinstance(answer(call(step=1), FULL, waiting=7), Refuse)
 
 
 def test_a_loading_engine_is_waited_for():
     loading = (engine_row(is_accepting=False, is_warm=False, load_ms=1_000),)
     assert answer(call(), loading) == Queue(Reason.WARMING)
-    outcome = answer(call(), loading, waiting=8)
-    assert isinstance(outcome, Refuse)
-    assert outcome.reason is Reason.WARMING
 
 
 def test_what_waiting_can_not_help_is_refused_at_once():

@@ -2,18 +2,21 @@
 
 import asyncio
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from controlplane.domain.catalog import Limits, Principal, Tenant
 from controlplane.domain.decision import Placement, Queue, Reason, Refuse
 from controlplane.domain.ids import KeyId, ModelName, RequestId, SloClassName, TenantId
-from controlplane.runtime.call import Call, Ticket
+from controlplane.runtime.call import Call, Ticket, monotonic_ms
 from controlplane.runtime.fleet_state import FleetState
-from controlplane.runtime.queue_pump import QueuePump
+from controlplane.runtime.queue_pump import HEARTBEAT_MS, QueuePump
 from controlplane.scheduler.prefix_index import PrefixIndex
 from controlplane.scheduler.tick_log import TickLog
-from policies.evaluate import Terms
+from policies.evaluate import Terms, compile_policy
+from policies.facts import from_json
+from policies.load import load_bundle
 from tests.unit.test_runtime_fleet_state import NOW, catalog, facts, hello
 from tests.unit.test_runtime_fleet_state import request as a_request
 
@@ -23,6 +26,9 @@ TERMS = Terms(
     reserve_ratio=1.0, slo_class=None, may_disaggregate=True,
     priority=5, over_budget_cuts=True, limits=Limits(), cache_ttl_s=0, cache_price_ratio=1.0,
 )  # fmt: skip
+
+POLICY = compile_policy(load_bundle(None))
+STATIC, LIVE = from_json({})
 
 
 class Keeper:
@@ -47,6 +53,7 @@ class Seats:
         self.free: dict[str, int] = {}
         self.order: list[str] = []
         self.tries = 0
+        self.is_idle = False
 
     def place(self, ticket: Ticket) -> Placement | Queue | Refuse:
         self.tries += 1
@@ -59,7 +66,14 @@ class Seats:
 
 
 def ticket(
-    name: str, *, model: str = "small", deadline_s: int = 60, body_bytes: int = 10
+    name: str,
+    *,
+    model: str = "small",
+    deadline_s: int = 60,
+    body_bytes: int = 10,
+    idle_until_ms: int = 0,
+    rule: str = "",
+    **changes: Any,
 ) -> Ticket:
     tenant = Tenant(
         id=TenantId("t"), name="T", tenant_class="gold", slo_class=SloClassName("s"),
@@ -75,12 +89,13 @@ def ticket(
     deadline_ms = int(NOW) + deadline_s * 1_000
     request = replace(
         a_request(), id=RequestId(name), model=ModelName(model), deadline_ms=deadline_ms,
-        workflow_deadline_ms=deadline_ms,
+        workflow_deadline_ms=deadline_ms, arrival_ms=int(NOW), **changes,
     )  # fmt: skip
     return Ticket(
         call=call, request=request, model=catalog().models[ModelName("small")], terms=TERMS,
-        completion_tokens_max=1, cache_salt="salt", reserved_micro_usd=1, tenant_budget="b",
-        workflow_budget=None, opened_at_s=0.0,
+        policy=POLICY, static=STATIC, part=POLICY.static_part(STATIC), live=LIVE,
+        completion_tokens_max=1, n=1, cache_salt="salt", reserved_micro_usd=1, tokens_held=1, holds=(),
+        queue_class="standard", idle_until_ms=idle_until_ms, rule=rule, warnings=(), opened_at_s=0.0,
     )  # fmt: skip
 
 
@@ -90,6 +105,8 @@ def a_pump(
     keeper = Keeper()
     pump = QueuePump(keeper, calls_max=calls_max, bytes_max=1_000, wait_ms_max=wait_ms_max)  # type: ignore[arg-type]
     pump.place = seats.place
+    pump.waited = lambda *_: None
+    pump.is_idle = lambda _: seats.is_idle
     return pump, keeper
 
 
@@ -99,7 +116,7 @@ async def settle() -> None:
 
 
 def waits(pump: QueuePump, *tickets: Ticket) -> list["asyncio.Task[Placement | Refuse]"]:
-    return [asyncio.create_task(pump.wait(each, Reason.QUEUE_FULL)) for each in tickets]
+    return [asyncio.create_task(pump.wait(each, Reason.QUEUE_FULL, 0)) for each in tickets]
 
 
 @pytest.mark.anyio
@@ -137,7 +154,7 @@ async def test_a_full_model_does_not_hold_up_another_and_is_asked_once() -> None
     await settle()
     assert seats.order == ["b"]
     assert seats.tries == 2, "one try for each model, however many wait"
-    assert pump.depths() == {"full": 4}
+    assert pump.depths() == {"full": 4, "small": 0}
 
 
 @pytest.mark.anyio
@@ -176,26 +193,24 @@ async def test_deadlines_and_patience_end_the_wait_with_words() -> None:
     pump, _ = a_pump(Seats(), wait_ms_max=10**9)
     [task] = waits(pump, ticket("a", deadline_s=5))
     await settle()
-    pump.expire(int(NOW) + 4_999)
+    pump.sweep(int(NOW) + 4_999)
     await settle()
     assert not task.done()
-    pump.expire(int(NOW) + 5_000)
+    pump.sweep(int(NOW) + 5_000)
     outcome = await task
     assert isinstance(outcome, Refuse)
     assert outcome.reason is Reason.DEADLINE_UNREACHABLE
-    assert pump.depths() == {}
+    assert pump.waiting == 0
 
     pump, _ = a_pump(Seats(), wait_ms_max=0)
     [task] = waits(pump, ticket("b", deadline_s=10**6))
     await settle()
-    from controlplane.runtime.call import monotonic_ms
-
-    pump.expire(int(monotonic_ms()) + 1_000)
+    pump.sweep(int(monotonic_ms()) + 1_000)
     outcome = await task
     assert isinstance(outcome, Refuse)
     assert outcome.reason is Reason.QUEUE_FULL
     assert outcome.retry_after_ms is not None
-    assert pump.depths() == {}
+    assert pump.waiting == 0
 
 
 @pytest.mark.anyio
@@ -203,7 +218,72 @@ async def test_a_refusal_while_waiting_reaches_the_caller() -> None:
     seats = Seats()
     pump, _ = a_pump(seats)
     refuse = Refuse(Reason.DEADLINE_UNREACHABLE, "too late")
-    pump.place = lambda *_: refuse
+    pump.place = lambda _: refuse
     [task] = waits(pump, ticket("a"))
     assert await task == refuse
     assert pump.waiting == 0
+
+
+@pytest.mark.anyio
+async def test_who_waits_is_told_now_and_then_where_it_stands() -> None:
+    pump, _ = a_pump(Seats())
+    told: list[tuple[int, int]] = []
+    first, second = ticket("a", deadline_s=10**6), ticket("b", deadline_s=2 * 10**6)
+    second.call.on_waiting = lambda position, wait_ms: told.append((position, wait_ms))
+    waits(pump, first, second)
+    await settle()
+    now_ms = monotonic_ms()
+    pump.sweep(now_ms)
+    assert told == []
+    for beats in range(1, 4):
+        pump.sweep(now_ms + beats * (HEARTBEAT_MS + 100))
+        pump.sweep(now_ms + beats * (HEARTBEAT_MS + 100))
+    assert [position for position, _ in told] == [2, 2, 2]
+
+
+@pytest.mark.anyio
+async def test_postponed_work_waits_for_idle_capacity_and_then_for_its_time() -> None:
+    seats = Seats()
+    pump, _ = a_pump(seats)
+    now_ms = int(monotonic_ms())
+    waits(
+        pump,
+        ticket("idle", waits_for_idle=True),
+        ticket("later", not_before_ms=now_ms + 3_600_000, deadline_s=10**6),
+    )
+    await settle()
+    seats.free["small"] = 4
+    pump.offer()
+    await settle()
+    assert seats.order == []
+    seats.is_idle = True
+    pump.offer()
+    await settle()
+    assert seats.order == ["idle"]
+    assert pump.waiting == 1
+
+
+@pytest.mark.anyio
+async def test_a_postponement_beyond_the_deadline_is_told_with_its_time() -> None:
+    pump, _ = a_pump(Seats())
+    now_ms = int(monotonic_ms())
+    late = ticket("a", deadline_s=10, not_before_ms=now_ms + 3_600_000, rule="night/batch")
+    [task] = waits(pump, late)
+    await settle()
+    pump.sweep(late.request.deadline_ms + 1)
+    outcome = await task
+    assert isinstance(outcome, Refuse)
+    assert (outcome.reason, outcome.rule) == (Reason.DEFERRED, "night/batch")
+    assert outcome.retry_after_ms is not None
+    assert outcome.retry_after_ms > 3_000_000
+
+
+@pytest.mark.anyio
+async def test_a_higher_priority_takes_the_place_of_a_lower_one_in_a_full_queue() -> None:
+    pump, _ = a_pump(Seats(), calls_max=2)
+    tasks = waits(pump, ticket("a", priority=5), ticket("b", priority=2), ticket("c", priority=9))
+    await settle()
+    assert [task.done() for task in tasks] == [False, True, False]
+    outcome = tasks[1].result()
+    assert isinstance(outcome, Refuse)
+    assert outcome.reason is Reason.QUEUE_FULL

@@ -15,7 +15,7 @@ UNITS = {"s": "_seconds", "{USD}": "_usd"}
 # A tenant appears as its class; nothing that a client writes is a label.
 LABELS = {
     "endpoint", "model", "tenant_class", "outcome", "reason", "kind", "engine", "region", "verdict",
-    "leg", "treatment", "cause",
+    "leg", "treatment", "cause", "result", "change",
 }  # fmt: skip
 
 

@@ -10,7 +10,9 @@ import asyncio
 import json
 import signal
 import sys
+from collections.abc import Coroutine
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -27,6 +29,13 @@ SCENARIOS = {
     "d": scenarios.failing,
     "e": scenarios.unfair,
 }
+
+
+async def _until_told(scenario: Coroutine[Any, Any, Any]) -> Any:
+    """Play a scenario; SIGTERM cancels it, so that its clusters are ended."""
+    task = asyncio.ensure_future(scenario)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    return await task
 
 
 def main() -> int:
@@ -48,9 +57,10 @@ def main() -> int:
         deadlines=arguments.deadlines,
         has_baseline=not arguments.no_baseline,
     )
-    # Clusters are ended by the way out of their `async with`, which a plain SIGTERM would skip.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
-    result = asyncio.run(SCENARIOS[arguments.scenario](settings))
+    try:
+        result = asyncio.run(_until_told(SCENARIOS[arguments.scenario](settings)))
+    except asyncio.CancelledError:
+        return TERMINATED
     show(Console(), result)
     if arguments.json:
         arguments.json.write_text(json.dumps(as_json(result), indent=2) + "\n")
