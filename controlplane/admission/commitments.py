@@ -10,6 +10,7 @@ would push the sum above is not begun. Knows no clock.
 from dataclasses import dataclass
 from typing import Final
 
+from controlplane.domain.catalog import Scope
 from controlplane.domain.request import Request
 
 # A workflow that has been silent for this long, and for this many of its gaps, holds nothing more.
@@ -18,9 +19,9 @@ IDLE_GAPS: Final = 5
 # Promises are kept in this multiple of the time that a workflow would take alone, also when its deadline
 # is later: far deadlines would let in so much at once that nothing urgent finds room for long.
 PATIENCE_RATIO_MAX: Final = 2.0
-# The workflows that are pressed most: this share of them.
-SLACK_QUANTILE: Final = 0.1
 COMMITMENTS_MAX: Final = 100_000
+GAP_GAIN: Final = 0.1
+PAUSES_RATIO_MAX: Final = 0.5
 SEAT_TIME_GAIN: Final = 0.05
 # A prompt token is computed at this share of the seat time of a completion token, before anything is
 # learned: prefill is bound by compute and batched, decode by memory and sequential.
@@ -53,6 +54,30 @@ class SeatTime:
         return max(1.0, self._ms_per_token * self._tokens(request))
 
 
+class Gaps:
+    """How long workflows of a scope pause between a step's end and the next one, learned."""
+
+    __slots__ = ("_ms",)
+
+    def __init__(self) -> None:
+        self._ms: dict[Scope, float] = {}
+
+    def learn(self, scope: Scope, gap_ms: float) -> None:
+        known = self._ms.get(scope)
+        self._ms[scope] = gap_ms if known is None else known + GAP_GAIN * (gap_ms - known)
+
+    def pauses_ms(self, request: Request, now_ms: int) -> int:
+        """Pauses that are still to come. Who names a deadline means to keep it: however long the gaps of
+        the scope are said to be, the pauses take no more than a part of the time that is left.
+        """
+        steps_left = request.steps_expected - request.step - 1
+        if steps_left <= 0:
+            return 0
+        gap_ms = self._ms.get(request.scope, float(request.step_gap_ms))
+        left_ms = max(0, request.workflow_deadline_ms - now_ms)
+        return int(min(steps_left * gap_ms, PAUSES_RATIO_MAX * left_ms))
+
+
 @dataclass(slots=True)
 class Commitment:
     """`pauses_ms` pass between its calls, `lanes` of which run at once at most; `last_ms` is when it was
@@ -80,13 +105,11 @@ class Commitment:
 class Commitments:
     """One pool's workflows in progress, and the seats they need by priority."""
 
-    __slots__ = ("_by_key", "_seats", "slack_ratio")
+    __slots__ = ("_by_key", "_seats")
 
     def __init__(self) -> None:
         self._by_key: dict[str, Commitment] = {}
         self._seats: dict[int, float] = {}
-        # Time over work of the workflows that have least of it: below 1 they end late at this pace.
-        self.slack_ratio: float | None = None
 
     def __len__(self) -> int:
         return len(self._by_key)
@@ -97,6 +120,9 @@ class Commitments:
     def seats(self, priority_min: int = 0) -> float:
         """Seats promised to workflows of at least this priority."""
         return sum(seats for priority, seats in self._seats.items() if priority >= priority_min)
+
+    def get(self, key: str) -> Commitment | None:
+        return self._by_key.get(key)
 
     def put(self, key: str, commitment: Commitment, now_ms: int) -> None:
         """Take a workflow in, or bring what is known of it up to date."""
@@ -117,17 +143,12 @@ class Commitments:
         """Sum up anew: time has passed, deadlines have come. Bounded by the number of workflows."""
         self._seats = {}
         ended: list[str] = []
-        slack: list[float] = []
         for key, commitment in self._by_key.items():
             seats = commitment.seats(now_ms)
             if seats <= 0.0:
                 ended.append(key)
             else:
                 self._add(commitment.priority, seats)
-                left_ms = commitment.deadline_ms - now_ms - commitment.pauses_ms
-                slack.append(left_ms * commitment.lanes / commitment.work_ms)
-        slack.sort()
-        self.slack_ratio = slack[int(SLACK_QUANTILE * len(slack))] if slack else None
         for key in ended:
             del self._by_key[key]
 

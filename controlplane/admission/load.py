@@ -14,6 +14,7 @@ from controlplane.admission.commitments import (
     IDLE_MS,
     Commitment,
     Commitments,
+    Gaps,
     SeatTime,
 )
 from controlplane.admission.levels import (
@@ -33,29 +34,28 @@ HEADROOM_DEVIATIONS: Final = 1.5
 HEADROOM_RATIO_MAX: Final = 0.5
 # Promises may fill this share of the seats, to begin with: service times vary, a queue needs slack.
 COMMITTED_RATIO_FIRST: Final = 0.95
-COMMITTED_RATIO_MIN: Final = 0.7
+COMMITTED_RATIO_MIN: Final = 0.8
 COMMITTED_RATIO_MAX: Final = 1.5
 # Moved up while seats stand empty although somebody is refused, down while promises are broken.
 BUSY_RATIO_WANTED: Final = 0.95
 COMMITTED_UP: Final = 0.02
-COMMITTED_DOWN: Final = 0.05
-COMMITTED_WINDOW_MS: Final = 1_000
+COMMITTED_DOWN: Final = 0.04
+WINDOW_MS: Final = 1_000
 # How fast work of each priority is begun is measured over about this time.
 BEGUN_MS: Final = 10_000
-# This share of what is promised to lower priorities is not in the way: it can wait.
-LOWER_YIELDS_RATIO: Final = 0.3
+# Who has lower priorities below may be promised all seats.
+YIELDED_RATIO: Final = 1.0
 # Who comes at its appointed time may push the promises above that by this share.
 APPOINTED_RATIO: Final = 0.50
 # Waits are told as if at least this share of the seats served those who wait.
 SEATS_RATIO_LEAST: Final = 0.05
 MISSED_RATIO_HIGH: Final = 0.02
-# How far calls may stretch each other follows the slack of the workflows that are pressed most: they
-# should have this much more time than they need at the pace that is measured.
-SLACK_RATIO_LOW: Final = 1.3
-SLACK_RATIO_HIGH: Final = 1.8
-STRETCH_DOWN_RATIO: Final = 0.97
-STRETCH_UP_RATIO: Final = 1.01
-STRETCH_WINDOW_MS: Final = 250
+# How far calls may stretch each other: further while seats are full, somebody is refused and promises are
+# kept, less while promises are broken.
+STRETCH_DOWN_RATIO: Final = 0.93
+STRETCH_UP_RATIO: Final = 1.005
+# After a broken promise nothing is loosened for this long: those that it was made to are still there.
+CAUTION_MS: Final = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +100,8 @@ class PoolLoad:
     """One pool's load as this replica causes it. Owned by one task."""
 
     __slots__ = (
-        "_begun", "_committed_ms", "_idle_refusals", "_late", "_on_time", "_stretch_ms",
-        "appointments", "commitments", "committed_ratio", "levels", "seat_time", "stretch_ratio",
+        "_begun", "_careful_until_ms", "_full_refusals", "_idle_refusals", "_late", "_on_time", "_window_ms",
+        "appointments", "commitments", "committed_ratio", "gaps", "levels", "seat_time", "stretch_ratio",
     )  # fmt: skip
 
     def __init__(self, stretch_ratio: float) -> None:
@@ -109,14 +109,16 @@ class PoolLoad:
         self.commitments = Commitments()
         self.appointments = Appointments()
         self.seat_time = SeatTime()
+        self.gaps = Gaps()
         self.stretch_ratio = stretch_ratio
         self.committed_ratio = COMMITTED_RATIO_FIRST
         self._begun: dict[int, _Begun] = {}
         self._idle_refusals = 0
-        self._committed_ms = 0
+        self._full_refusals = 0
+        self._window_ms = 0
+        self._careful_until_ms = 0
         self._late = 0
         self._on_time = 0
-        self._stretch_ms = 0
 
     @property
     def price_micro_usd_per_s(self) -> float:
@@ -142,6 +144,8 @@ class PoolLoad:
             return None
         if room.busy_ratio < BUSY_RATIO_WANTED:
             self._idle_refusals += 1
+        else:
+            self._full_refusals += 1
         return self._refuse(request, asked, room, now_ms)
 
     def would_begin(self, request: Request, room: Room, now_ms: int) -> bool:
@@ -157,10 +161,13 @@ class PoolLoad:
         needed = commitment.seats(now_ms)
         seats_of_higher = self.commitments.seats(request.priority + 1)
         headroom = min(HEADROOM_DEVIATIONS * sqrt(seats_of_higher), HEADROOM_RATIO_MAX * room.seats)
-        limit = self.committed_ratio * room.seats - headroom
-        # Work of lower priorities waits when it must: not all that is promised to it is in the way.
-        seats_of_lower = self.commitments.seats() - self.commitments.seats(request.priority)
-        free = limit - self.commitments.seats() + LOWER_YIELDS_RATIO * seats_of_lower
+        ratio = self.committed_ratio
+        if self.commitments.seats() > self.commitments.seats(request.priority):
+            # There is work that yields to this: if promises break, it is not these.
+            ratio = max(ratio, YIELDED_RATIO)
+        limit = ratio * room.seats - headroom
+        # Work of lower priorities waits when it must: what is promised to it is not in the way.
+        free = limit - self.commitments.seats(request.priority)
         is_due = self.appointments.is_due(_key(request), now_ms)
         if is_due:
             may_begin = needed <= free + APPOINTED_RATIO * room.seats
@@ -211,12 +218,16 @@ class PoolLoad:
         """How long a workflow can wait outside and still end in time. A lone call's time begins anew."""
         if request.workflow is None:
             return 2**31
-        return int(request.workflow_deadline_ms - now_ms - work_ms - _pauses_ms(request))
+        pauses_ms = self.gaps.pauses_ms(request, now_ms)
+        return int(request.workflow_deadline_ms - now_ms - work_ms - pauses_ms)
 
     # ------------------------------------------------------------ what has begun
 
     def continues(self, request: Request, room: Room, now_ms: int) -> None:
         """A later step of a workflow has come: what it still needs is known better."""
+        known = self.commitments.get(_held_as(request))
+        if known is not None and request.calls_in_flight == 0:
+            self.gaps.learn(request.scope, now_ms - known.last_ms)
         commitment = self._commitment(request, self._work_ms(request, room), now_ms)
         self.commitments.put(_held_as(request), commitment, now_ms)
 
@@ -245,26 +256,25 @@ class PoolLoad:
         self.levels.tick(now_ms)
         self.commitments.tick(now_ms)
         self.appointments.tick(now_ms)
-        if now_ms >= self._committed_ms:
-            self._committed_ms = now_ms + COMMITTED_WINDOW_MS
-            self._move_committed()
-        if now_ms < self._stretch_ms:
-            return
-        self._stretch_ms = now_ms + STRETCH_WINDOW_MS
-        slack = self.commitments.slack_ratio
-        moved = self.stretch_ratio
-        if slack is None or slack > SLACK_RATIO_HIGH:
-            moved *= STRETCH_UP_RATIO
-        elif slack < SLACK_RATIO_LOW:
-            moved *= STRETCH_DOWN_RATIO
-        self.stretch_ratio = min(stretch_ratio_max, max(stretch_ratio_min, moved))
+        if now_ms >= self._window_ms:
+            self._window_ms = now_ms + WINDOW_MS
+            self._move(now_ms, stretch_ratio_min, stretch_ratio_max)
 
-    def _move_committed(self) -> None:
+    def _move(self, now_ms: int, stretch_ratio_min: float, stretch_ratio_max: float) -> None:
+        """What may be promised, and how many calls run at once, by what the last second showed."""
+        stretch = self.stretch_ratio
         if self._late > MISSED_RATIO_HIGH * (self._late + self._on_time):
             self.committed_ratio = max(COMMITTED_RATIO_MIN, self.committed_ratio - COMMITTED_DOWN)
+            stretch *= STRETCH_DOWN_RATIO
+            self._careful_until_ms = now_ms + CAUTION_MS
+        elif now_ms < self._careful_until_ms:
+            pass
         elif self._idle_refusals:
             self.committed_ratio = min(COMMITTED_RATIO_MAX, self.committed_ratio + COMMITTED_UP)
-        self._idle_refusals = self._late = self._on_time = 0
+        elif self._full_refusals or not len(self.commitments):
+            stretch *= STRETCH_UP_RATIO
+        self.stretch_ratio = min(stretch_ratio_max, max(stretch_ratio_min, stretch))
+        self._idle_refusals = self._full_refusals = self._late = self._on_time = 0
 
     # ------------------------------------------------------------ inside
 
@@ -279,7 +289,7 @@ class PoolLoad:
             deadline_ms = min(deadline_ms, now_ms + request.ttft_ms_max + int(work_ms))
         return Commitment(
             work_ms=work_ms,
-            pauses_ms=_pauses_ms(request),
+            pauses_ms=self.gaps.pauses_ms(request, now_ms),
             deadline_ms=deadline_ms,
             lanes=max(1, request.calls_in_flight + 1),
             priority=request.priority,
@@ -293,10 +303,6 @@ def _key(request: Request) -> str:
     if request.workflow is not None:
         return request.workflow
     return f"{request.tenant}/{request.prefix[-1] if request.prefix else request.prompt_tokens}"
-
-
-def _pauses_ms(request: Request) -> int:
-    return max(0, request.steps_expected - request.step - 1) * request.step_gap_ms
 
 
 def _held_as(request: Request) -> str:

@@ -43,7 +43,7 @@ class PoolLoads:
     def of(self, model: ModelName) -> PoolLoad:
         load = self._pools.get(model)
         if load is None:
-            load = self._pools[model] = PoolLoad(self._admission.tpot_stretch_ratio_max)
+            load = self._pools[model] = PoolLoad(self._admission.tpot_stretch_ratio_min)
         return load
 
     def all(self) -> Iterator[tuple[ModelName, PoolLoad]]:
@@ -140,7 +140,7 @@ class PoolLoads:
             self._working_sets.use_capacity(model, self._kv_tokens(model))
         for model in self._fleet.catalog.models:
             pool = self._pools.get(model)
-            ratio = admission.tpot_stretch_ratio_max if pool is None else pool.stretch_ratio
+            ratio = admission.tpot_stretch_ratio_min if pool is None else pool.stretch_ratio
             self._fleet.use_stretch(model, ratio if admission.is_bounding else None)
 
     # ------------------------------------------------------------ inside

@@ -20,7 +20,7 @@ from controlplane.admission.levels import (
     Levels,
     rank,
 )
-from controlplane.admission.load import PoolLoad, Room
+from controlplane.admission.load import CAUTION_MS, COMMITTED_RATIO_MIN, PoolLoad, Room
 from controlplane.domain.decision import Reason
 from tests.decision_builders import NOW_MS, call
 
@@ -316,16 +316,31 @@ def test_the_price_is_what_the_first_in_waiting_offers():
     assert load.appointments.tier_highest // WORTHS == 5
 
 
-def test_stretch_falls_while_the_pressed_have_no_slack_and_rises_again():
+def test_stretch_falls_while_promises_are_broken_and_rises_while_more_is_wanted():
     load = PoolLoad(2.5)
-    pressed = workflow(1, workflow_deadline_ms=NOW_MS + 24_000)
-    assert load.may_begin(pressed, ROOM, NOW_MS) is None
-    # 4 s of work: at 20 s before the deadline there is slack, at 4.5 s there is not.
-    load.tick(NOW_MS + 4_000, 1.5, 2.5)
+    for second in range(20):
+        load.ended(is_in_time=False)
+        load.tick(second * 1_000, 1.5, 2.5)
+    assert load.stretch_ratio == 1.5
+    assert load.committed_ratio == pytest.approx(COMMITTED_RATIO_MIN)
+    for number in range(40):
+        load.may_begin(workflow(number), ROOM, NOW_MS)
+    for second in range(20, 20 + CAUTION_MS // 1_000 - 1):
+        load.may_begin(workflow(second), ROOM, NOW_MS)
+        load.tick(second * 1_000, 1.5, 2.5)
+    assert load.stretch_ratio == 1.5
+    for second in range(40, 200):
+        load.may_begin(workflow(second), ROOM, NOW_MS)
+        load.ended(is_in_time=True)
+        load.tick(second * 1_000, 1.5, 2.5)
     assert load.stretch_ratio == 2.5
-    for now_ms in range(NOW_MS + 19_500, NOW_MS + 23_500, 250):
-        load.tick(now_ms, 1.5, 2.5)
-    assert load.stretch_ratio == pytest.approx(2.5 * 0.97**16, rel=0.01)
-    for now_ms in range(NOW_MS + 24_000, NOW_MS + 60_000, 250):
-        load.tick(now_ms, 1.5, 2.5)
-    assert load.stretch_ratio == 2.5
+
+
+def test_pauses_are_learned_and_never_eat_up_the_deadline():
+    load = PoolLoad(2.5)
+    said = workflow(1, step_gap_ms=126_000)
+    assert load.gaps.pauses_ms(said, NOW_MS) == 4_000
+    assert load.may_begin(said, ROOM, NOW_MS) is None
+    load.step_ended(said, ROOM, NOW_MS + 500)
+    load.continues(workflow(1, step=1, step_gap_ms=126_000), ROOM, NOW_MS + 800)
+    assert load.gaps.pauses_ms(said, NOW_MS) == 3 * 300

@@ -50,11 +50,12 @@ class CallPlayer:
         tasks: list[asyncio.Task[Done]] = []
         started_s = time.monotonic()
         at_s = random.expovariate(rate)
-        while at_s < seconds:
-            await asyncio.sleep(max(0.0, started_s + at_s - time.monotonic()))
-            tasks.append(asyncio.create_task(self._call(tenant, shape, random)))
-            at_s += random.expovariate(rate)
-        return list(await asyncio.gather(*tasks))
+        async with asyncio.TaskGroup() as group:
+            while at_s < seconds:
+                await asyncio.sleep(max(0.0, started_s + at_s - time.monotonic()))
+                tasks.append(group.create_task(self._call(tenant, shape, random)))
+                at_s += random.expovariate(rate)
+        return [task.result() for task in tasks]
 
     async def backlog(
         self, callers: Mapping[str, int], shape: Shape, *, seconds: float, counts_from_s: float

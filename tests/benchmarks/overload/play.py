@@ -73,19 +73,20 @@ class Player:
         self.started_s = time.monotonic()
         counted: list[asyncio.Task[Ended]] = []
         rest: list[asyncio.Task[Ended]] = []
-        for plan in plans:
-            behind_s = time.monotonic() - self.started_s - plan.arrival_s
-            if behind_s < 0:
-                await asyncio.sleep(-behind_s)
-            else:
-                self.lateness_s_max = max(self.lateness_s_max, behind_s)
-            task = asyncio.create_task(self.workflow(plan))
-            (counted if plan.arrival_s < counts_until_s else rest).append(task)
-        ended = await asyncio.gather(*counted)
-        for task in rest:
-            task.cancel()
-        await asyncio.gather(*rest, return_exceptions=True)
-        return list(ended)
+        try:
+            for plan in plans:
+                behind_s = time.monotonic() - self.started_s - plan.arrival_s
+                if behind_s < 0:
+                    await asyncio.sleep(-behind_s)
+                else:
+                    self.lateness_s_max = max(self.lateness_s_max, behind_s)
+                task = asyncio.create_task(self.workflow(plan))
+                (counted if plan.arrival_s < counts_until_s else rest).append(task)
+            return list(await asyncio.gather(*counted))
+        finally:
+            for task in (*counted, *rest):
+                task.cancel()
+            await asyncio.gather(*counted, *rest, return_exceptions=True)
 
     async def closed_loop(
         self, plans: Iterator[Plan], *, slots: int, seconds: float
