@@ -10,6 +10,7 @@ would push the sum above is not begun. Knows no clock.
 from dataclasses import dataclass
 from typing import Final
 
+from controlplane.admission.shares import Shares
 from controlplane.domain.catalog import Scope
 from controlplane.domain.request import Request
 
@@ -89,6 +90,7 @@ class Commitment:
     deadline_ms: int
     lanes: int
     priority: int
+    tenant: str
     idle_ms_max: int
     last_ms: int
 
@@ -105,11 +107,12 @@ class Commitment:
 class Commitments:
     """One pool's workflows in progress, and the seats they need by priority."""
 
-    __slots__ = ("_by_key", "_seats")
+    __slots__ = ("_by_key", "_seats", "shares")
 
     def __init__(self) -> None:
         self._by_key: dict[str, Commitment] = {}
         self._seats: dict[int, float] = {}
+        self.shares = Shares()
 
     def __len__(self) -> int:
         return len(self._by_key)
@@ -124,34 +127,42 @@ class Commitments:
     def get(self, key: str) -> Commitment | None:
         return self._by_key.get(key)
 
+    def seats_up_to(self, priority: int) -> float:
+        """Seats promised to workflows of at most this priority."""
+        return sum(seats for other, seats in self._seats.items() if other <= priority)
+
     def put(self, key: str, commitment: Commitment, now_ms: int) -> None:
         """Take a workflow in, or bring what is known of it up to date."""
         known = self._by_key.get(key)
         if known is not None:
-            self._add(known.priority, -known.seats(now_ms))
+            self._add(known, -known.seats(now_ms))
         elif len(self._by_key) >= COMMITMENTS_MAX:
             return
         self._by_key[key] = commitment
-        self._add(commitment.priority, commitment.seats(now_ms))
+        self._add(commitment, commitment.seats(now_ms))
 
     def end(self, key: str, now_ms: int) -> None:
         known = self._by_key.pop(key, None)
         if known is not None:
-            self._add(known.priority, -known.seats(now_ms))
+            self._add(known, -known.seats(now_ms))
 
     def tick(self, now_ms: int) -> None:
         """Sum up anew: time has passed, deadlines have come. Bounded by the number of workflows."""
         self._seats = {}
+        self.shares.forget_seats()
         ended: list[str] = []
         for key, commitment in self._by_key.items():
             seats = commitment.seats(now_ms)
             if seats <= 0.0:
                 ended.append(key)
             else:
-                self._add(commitment.priority, seats)
+                self._add(commitment, seats)
         for key in ended:
             del self._by_key[key]
+        self.shares.tick(now_ms)
 
-    def _add(self, priority: int, seats: float) -> None:
+    def _add(self, commitment: Commitment, seats: float) -> None:
         # Sums drift with what they were made of; they are made again at every tick.
+        priority = commitment.priority
         self._seats[priority] = max(0.0, self._seats.get(priority, 0.0) + seats)
+        self.shares.add(commitment.tenant, seats)

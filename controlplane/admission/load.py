@@ -43,6 +43,10 @@ COMMITTED_DOWN: Final = 0.04
 WINDOW_MS: Final = 1_000
 # How fast work of each priority is begun is measured over about this time.
 BEGUN_MS: Final = 10_000
+# Who has less than its part of a contended pool may push the promises above what they should be by this.
+PART_RATIO: Final = 0.25
+# Each priority may have this share of the seats, together with those below it, whatever the others want.
+LEAST_RATIO: Final = 0.05
 # Who has lower priorities below may be promised all seats.
 YIELDED_RATIO: Final = 1.0
 # Who comes at its appointed time may push the promises above that by this share.
@@ -169,10 +173,19 @@ class PoolLoad:
         # Work of lower priorities waits when it must: what is promised to it is not in the way.
         free = limit - self.commitments.seats(request.priority)
         is_due = self.appointments.is_due(_key(request), now_ms)
+        shares = self.commitments.shares
+        shares.asked(request.tenant, request.weight, now_ms)
+        part = shares.part(request.tenant)
+        is_below_part = part < 1.0 and shares.seats(request.tenant) + needed <= part * limit
         if is_due:
             may_begin = needed <= free + APPOINTED_RATIO * room.seats
+        elif is_below_part:
+            # Others have more than their part: this one does not wait until they end.
+            may_begin = needed <= free + PART_RATIO * room.seats
         else:
             may_begin = needed + self.appointments.seats(tier) <= free
+        least = max(1.0, LEAST_RATIO * room.seats)
+        may_begin = may_begin or self.commitments.seats_up_to(request.priority) + needed <= least
         return _Asked(
             rank=arrival_rank,
             commitment=commitment,
@@ -293,6 +306,7 @@ class PoolLoad:
             deadline_ms=deadline_ms,
             lanes=max(1, request.calls_in_flight + 1),
             priority=request.priority,
+            tenant=request.tenant,
             idle_ms_max=max(IDLE_MS, IDLE_GAPS * request.step_gap_ms),
             last_ms=now_ms,
         )

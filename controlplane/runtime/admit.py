@@ -34,7 +34,7 @@ from controlplane.runtime.queue_pump import QueuePump
 from controlplane.runtime.rate_limits import RateLimits
 from controlplane.runtime.rulings import PoolView, refusal
 from controlplane.runtime.workflow_state import WorkflowStates
-from controlplane.scheduler.place import still_fits
+from controlplane.scheduler.place import object_to, still_fits
 from controlplane.store.journal import AttemptRow, Journal
 from policies.documents import Phase
 from policies.evaluate import Terms, terms_for
@@ -317,6 +317,8 @@ class Gate:
                 cached = max(self._cached(request).values(), default=0)
                 outcome = await self.pump.wait(ticket, outcome.reason, cached)
                 ticket.queue_ms = monotonic_ms() - queued_ms
+                if isinstance(outcome, Refuse):
+                    outcome = self._why_in_vain(request, outcome)
             elif isinstance(outcome, Placement):
                 ticket.charge = self.pump.queue.charge(
                     request, ticket.queue_class, outcome.cached_tokens
@@ -338,6 +340,16 @@ class Gate:
             self._books.open(ticket, entry)
         self._set_check(ticket, 0)
         return ticket
+
+    def _why_in_vain(self, request: Request, refuse: Refuse) -> Refuse:
+        """Who waited for a seat, and no engine has its weights yet, is told that and how long it takes."""
+        if refuse.reason is not Reason.QUEUE_FULL:
+            return refuse
+        rows = self.fleet.rows_for(request.model)
+        objection = object_to(request, rows, self._cached(request), int(monotonic_ms()))
+        if objection.reason is not Reason.WARMING:
+            return refuse
+        return Refuse(objection.reason, objection.detail, objection.retry_after_ms)
 
     def _place_waiting(self, ticket: Ticket) -> Placement | Queue | Refuse:
         """The pump's try for a call that has its place in the queue already."""

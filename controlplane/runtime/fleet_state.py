@@ -451,7 +451,7 @@ class FleetState:
         self.ticks.before_change(row)
         for name in _DECLARED_FIELDS:
             setattr(row, name, getattr(fresh, name))
-        # An engine that is still starting does not know its capacity.
+        # An engine tells its capacity when it is ready.
         self.prefixes.set_capacity(row.index, row.kv_tokens_capacity)
         entry.address = (declared.address, entry.facts.port)
 
@@ -462,6 +462,8 @@ class FleetState:
         # A simulated engine does in a millisecond what its hardware does in `speed` of them, and costs
         # as much for it.
         speed = max(facts.speedup, SPEEDUP_MIN)
+        # One that has not been ready yet does not know its capacity: it will hold one context at least.
+        context_tokens_max = facts.context_tokens_max or model.context_tokens_max
         row = EngineRow(
             index=index,
             engine_id=EngineId(facts.engine_id),
@@ -472,8 +474,8 @@ class FleetState:
             gpu_bit=_mask(tuple(catalog.gpu_types), (declared.gpu_type,)),
             model=model.name,
             role=Role(facts.role),
-            context_tokens_max=facts.context_tokens_max,
-            kv_tokens_capacity=facts.kv_tokens,
+            context_tokens_max=context_tokens_max,
+            kv_tokens_capacity=facts.kv_tokens or context_tokens_max,
             seats_capacity=facts.seats,
             micro_usd_per_ms=rates.micro_usd_per_ms * speed,
             prefill_base_ms=rates.prefill_base_ms / speed,

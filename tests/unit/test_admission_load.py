@@ -21,6 +21,7 @@ from controlplane.admission.levels import (
     rank,
 )
 from controlplane.admission.load import CAUTION_MS, COMMITTED_RATIO_MIN, PoolLoad, Room
+from controlplane.admission.shares import ASKED_MS, Shares
 from controlplane.domain.decision import Reason
 from tests.decision_builders import NOW_MS, call
 
@@ -124,7 +125,7 @@ def test_a_tick_before_the_window_ends_changes_nothing():
 
 def commitment(**changes):
     fields = {
-        "work_ms": 4_000.0, "pauses_ms": 2_000, "deadline_ms": 10_000, "lanes": 1, "priority": 5,
+        "work_ms": 4_000.0, "pauses_ms": 2_000, "deadline_ms": 10_000, "lanes": 1, "priority": 5, "tenant": "acme",
         "idle_ms_max": IDLE_MS, "last_ms": 0,
     }  # fmt: skip
     return Commitment(**{**fields, **changes})
@@ -344,3 +345,40 @@ def test_pauses_are_learned_and_never_eat_up_the_deadline():
     load.step_ended(said, ROOM, NOW_MS + 500)
     load.continues(workflow(1, step=1, step_gap_ms=126_000), ROOM, NOW_MS + 800)
     assert load.gaps.pauses_ms(said, NOW_MS) == 3 * 300
+
+
+def test_who_has_less_than_its_part_goes_before_who_has_more():
+    load = PoolLoad(2.5)
+    for number in range(60):
+        load.may_begin(workflow(number, tenant="heavy"), ROOM, NOW_MS)
+    held = load.commitments.shares.seats("heavy")
+    assert load.may_begin(workflow(70, tenant="heavy"), ROOM, NOW_MS) is not None
+    # Half of the pool is each one's part; the light tenant may go over what is promised, to a limit.
+    begun = 0
+    while load.may_begin(workflow(100 + begun, tenant="light"), ROOM, NOW_MS) is None:
+        begun += 1
+    assert begun == 5
+    assert load.commitments.shares.seats("heavy") == held
+
+
+def test_every_priority_has_its_least_share():
+    load = PoolLoad(2.5)
+    for number in range(60):
+        load.may_begin(workflow(number, tenant="high", priority=9), ROOM, NOW_MS)
+    assert load.may_begin(workflow(100, tenant="low", priority=1), ROOM, NOW_MS) is None
+    assert load.may_begin(workflow(101, tenant="low", priority=1), ROOM, NOW_MS) is None
+    assert load.may_begin(workflow(102, tenant="low", priority=1), ROOM, NOW_MS) is not None
+
+
+def test_parts_follow_weights_and_forget_who_stays_away():
+    shares = Shares()
+    shares.asked("a", 3.0, 0)
+    assert shares.part("a") == 1.0
+    shares.asked("b", 1.0, 0)
+    assert (shares.part("a"), shares.part("b")) == (0.75, 0.25)
+    shares.add("b", 2.0)
+    shares.tick(ASKED_MS + 1)
+    assert shares.part("b") == 1.0
+    assert shares.seats("a") == 0.0
+    shares.add("b", -5.0)
+    assert shares.seats("b") == 0.0

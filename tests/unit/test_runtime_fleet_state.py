@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from controlplane.domain.catalog import Catalog, GpuType, Model, Node, Scope, SloClass
-from controlplane.domain.decision import Placement
+from controlplane.domain.decision import Placement, Reason
 from controlplane.domain.fleet import fits
 from controlplane.domain.ids import (
     GpuTypeName,
@@ -17,6 +17,7 @@ from controlplane.domain.ids import (
 )
 from controlplane.domain.request import UNLIMITED_MICRO_USD, Request
 from controlplane.runtime.fleet_state import FleetState
+from controlplane.scheduler.place import object_to
 from controlplane.scheduler.prefix_index import PrefixIndex
 from controlplane.scheduler.tick_log import TickLog
 from dataplane.protocol.messages import (
@@ -242,6 +243,24 @@ def test_predictions_are_corrected_within_bounds(fleet: FleetState) -> None:
     for _ in range(200):
         fleet.first_token(row, 10.0 * row.ttft_correction, 0.0)
     assert row.ttft_correction == 0.25
+
+
+@pytest.mark.parametrize(
+    ("state", "reason"),
+    [(EngineState.STARTING, Reason.WARMING), (EngineState.FAILED, Reason.NO_CAPACITY)],
+)
+def test_an_engine_that_never_told_its_capacity_is_not_thought_too_small(
+    state: EngineState, reason: Reason
+) -> None:
+    fleet = FleetState(PrefixIndex(), TickLog())
+    fleet.use_catalog(catalog())
+    untold = msgspec.structs.replace(facts(state=state), seats=0, kv_tokens=0, context_tokens_max=0)
+    fleet.hello(hello(untold), NOW)
+    rows = fleet.rows_for(ModelName("small"))
+    assert object_to(request(), rows, {}, int(NOW)).reason is reason
+    assert not fits(rows[0], 1, int(NOW))
+    too_long = object_to(request(prompt_tokens=40_000), rows, {}, int(NOW))
+    assert too_long.reason is Reason.CONTEXT_LENGTH_EXCEEDED
 
 
 def test_prefixes_are_remembered_once_a_starting_engine_tells_its_capacity() -> None:
