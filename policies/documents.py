@@ -317,8 +317,8 @@ EFFECTS: Final = (
 EFFECTS_BY_PHASE: Final[dict[Phase, frozenset[str]]] = {
     Phase.ADMIT: frozenset(EFFECTS),
     Phase.STEP: frozenset(EFFECTS) - {"shed"},
-    Phase.DISPATCH: frozenset({"deny", "priority", "route", "annotate"}),
-    Phase.STREAM: frozenset({"deny", "annotate"}),
+    Phase.DISPATCH: frozenset({"deny", "route"}),
+    Phase.STREAM: frozenset({"deny"}),
 }
 
 
@@ -363,6 +363,9 @@ class Rule(_Document):
         if late:
             can = ", ".join(name for name in EFFECTS if name in EFFECTS_BY_PHASE[self.phase])
             msg = f"`{late[0]}` can not be done at phase {self.phase}; use {can}, or another phase"
+            raise ValueError(msg)
+        if self.phase is Phase.DISPATCH and self.route is not None and self.route.model is not None:
+            msg = "another model can not be named at phase dispatch; route to it at phase admit"
             raise ValueError(msg)
         _refuse_twice("test", (case.name for case in self.tests))
         if {case.fires for case in self.tests} != {True, False}:

@@ -257,13 +257,13 @@ class FairFlows(Generic[_T]):
             flow.counter += difference
 
     def _lifted(self, key: FlowKey) -> Flow[_T]:
-        """The flow of `key`, brought up to the virtual time less its credit."""
+        """The flow of `key`, brought up to the virtual time less its credit. A stranger has none yet."""
         flow = self._flows.get(key)
         least = self.virtual - self._leeway.credit_calls * self.mean_charge
         if flow is None:
             self._numbers += 1
             flow = self._flows[key] = Flow(key, self._numbers)
-            flow.counter = least
+            flow.counter = self.virtual
         else:
             self._flows.move_to_end(key)
             flow.counter = max(flow.counter, least)

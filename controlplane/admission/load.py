@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import exp, sqrt
 from typing import Final
 
-from controlplane.admission.appointments import Appointments
+from controlplane.admission.appointments import WAIT_MS_MAX, Appointments
 from controlplane.admission.commitments import (
     IDLE_GAPS,
     IDLE_MS,
@@ -203,6 +203,7 @@ class PoolLoad:
     def _refuse(self, request: Request, asked: "_Asked", room: Room, now_ms: int) -> Refuse:
         work_ms = asked.commitment.work_ms
         seats_free = min(asked.seats_free, self._seats_begun(request.priority, now_ms))
+        wait_ms_max = self._wait_ms_max(request, work_ms, now_ms)
         wait_ms = self.appointments.book(
             _key(request),
             work_ms=work_ms,
@@ -210,9 +211,16 @@ class PoolLoad:
             tier=asked.rank // SHARES,
             seats_free=max(seats_free, SEATS_RATIO_LEAST * room.seats),
             now_ms=now_ms,
-            wait_ms_max=self._wait_ms_max(request, work_ms, now_ms),
+            wait_ms_max=wait_ms_max,
         )
         promised = f"{self.commitments.seats():.1f} of {room.seats:.0f} seats are promised"
+        if wait_ms is None and wait_ms_max > WAIT_MS_MAX:
+            return Refuse(
+                Reason.SHED_OVERLOAD,
+                f"`{request.model}` is overloaded ({promised}) and more workflows wait for room than it"
+                " can begin within a minute; come back then",
+                WAIT_MS_MAX,
+            )
         if wait_ms is None:
             return Refuse(
                 Reason.SHED_OVERLOAD,

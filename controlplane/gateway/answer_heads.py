@@ -1,4 +1,6 @@
-"""Header lines that tell a client what was decided about its call, on every answer to an accepted one."""
+"""Header lines that tell a client what was decided about its call, on every answer to an accepted one whose
+head was not sent while it waited.
+"""
 
 from typing import TYPE_CHECKING, Final
 

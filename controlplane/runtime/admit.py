@@ -247,6 +247,9 @@ class Gate:
             shed = Refuse(Reason.SHED_OVERLOAD, f"`{request.model}` is overloaded")
             return answer | _told(shed)
         decision, _ = self._decide(ticket, self.fleet.rows_for(request.model), now_ms)
+        is_postponed = request.not_before_ms > 0 or request.waits_for_idle
+        if is_postponed or self.pump.is_waiting_for(request.model):
+            decision = Queue(Reason.DEFERRED if is_postponed else Reason.QUEUE_FULL)
         match decision:
             case Refuse():
                 return answer | _told(decision)
@@ -313,12 +316,13 @@ class Gate:
                 outcome = self._decide_and_commit(ticket)
             if isinstance(outcome, Queue):
                 self._books.open(ticket, entry)
-                queued_ms = monotonic_ms()
+                queued_ms, decided = monotonic_ms(), ticket.decisions
                 cached = max(self._cached(request).values(), default=0)
                 outcome = await self.pump.wait(ticket, outcome.reason, cached)
                 ticket.queue_ms = monotonic_ms() - queued_ms
-                if isinstance(outcome, Refuse):
-                    outcome = self._why_in_vain(request, outcome)
+                if isinstance(outcome, Refuse) and ticket.decisions == decided:
+                    # The queue's word, not a decision on rows, which has been recorded already.
+                    outcome = self._waited_in_vain(ticket, outcome)
             elif isinstance(outcome, Placement):
                 ticket.charge = self.pump.queue.charge(
                     request, ticket.queue_class, outcome.cached_tokens
@@ -341,15 +345,17 @@ class Gate:
         self._set_check(ticket, 0)
         return ticket
 
-    def _why_in_vain(self, request: Request, refuse: Refuse) -> Refuse:
-        """Who waited for a seat, and no engine has its weights yet, is told that and how long it takes."""
-        if refuse.reason is not Reason.QUEUE_FULL:
-            return refuse
-        rows = self.fleet.rows_for(request.model)
-        objection = object_to(request, rows, self._cached(request), int(monotonic_ms()))
-        if objection.reason is not Reason.WARMING:
-            return refuse
-        return Refuse(objection.reason, objection.detail, objection.retry_after_ms)
+    def _waited_in_vain(self, ticket: Ticket, refuse: Refuse) -> Refuse:
+        """Record that the queue turned a call away. When no engine has its weights yet, that is why."""
+        request, now_ms = ticket.request, int(monotonic_ms())
+        cached = self._cached(request)
+        if refuse.reason is Reason.QUEUE_FULL:
+            rows = self.fleet.rows_for(request.model)
+            objection = object_to(request, rows, cached, now_ms)
+            if objection.reason is Reason.WARMING:
+                refuse = Refuse(objection.reason, objection.detail, objection.retry_after_ms)
+        self._record(ticket, cached, refuse, now_ms)
+        return refuse
 
     def _place_waiting(self, ticket: Ticket) -> Placement | Queue | Refuse:
         """The pump's try for a call that has its place in the queue already."""

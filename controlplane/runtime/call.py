@@ -12,7 +12,7 @@ from controlplane.domain.fleet import EngineRow
 from controlplane.domain.ids import RequestId
 from controlplane.domain.request import Request
 from controlplane.runtime.rate_limits import UNLIMITED
-from policies.evaluate import Policy, StaticPart, Terms
+from policies.evaluate import Policy, Ruling, StaticPart, Terms
 from policies.facts import LiveFacts, StaticFacts
 
 Address = tuple[str, int]
@@ -80,7 +80,7 @@ class Ticket:
         "decisions", "decode_url", "grant", "holds", "id", "idle_until_ms", "is_first_token_seen", "is_holding_decode",
         "is_holding_prefill", "is_replayed", "is_settled", "live", "model", "n", "opened_at_s", "part",
         "placement", "policy", "prefill_url", "queue_class", "queue_ms", "rate_headers", "request",
-        "reserved_micro_usd", "rule", "static", "terms", "tokens_check_at", "tokens_held", "warnings",
+        "reserved_micro_usd", "rule", "ruling", "static", "terms", "tokens_check_at", "tokens_held", "warnings",
     )  # fmt: skip
 
     # Set by the gate before it hands the ticket out.
@@ -107,6 +107,7 @@ class Ticket:
         idle_until_ms: int,
         rule: str,
         warnings: tuple[str, ...],
+        ruling: Ruling,
         opened_at_s: float,
     ) -> None:
         self.id = request.id
@@ -128,6 +129,7 @@ class Ticket:
         self.idle_until_ms = idle_until_ms
         self.rule = rule
         self.warnings = warnings
+        self.ruling = ruling
         self.opened_at_s = opened_at_s
         self.grant = UNLIMITED
         self.charge: Charge | None = None

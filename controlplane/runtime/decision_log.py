@@ -26,6 +26,7 @@ from controlplane.runtime.call import Ticket, wall_ms
 from controlplane.runtime.fleet_state import FleetState
 from controlplane.scheduler.explain import explain
 from controlplane.store.journal import DecisionRow, Journal
+from policies.evaluate import Ruling
 from policies.facts import LiveFacts, StaticFacts, as_json
 
 DECISIONS_KEPT = 20_000
@@ -43,6 +44,7 @@ class Decided(NamedTuple):
     request: Request
     static: StaticFacts
     live: LiveFacts
+    ruling: Ruling
     tick: int
     cached: Mapping[int, int]
     now_ms: int
@@ -74,6 +76,7 @@ class DecisionLog:
             request,
             ticket.static,
             ticket.live,
+            ticket.ruling,
             self._fleet.ticks.mark(),
             cached,
             now_ms,
@@ -98,7 +101,7 @@ class DecisionLog:
             decided = self._pending.popleft()
             explanation = self._explain(decided) if budget > 0 else None
             budget -= 1
-            record = None if explanation is None else _as_json(explanation, decided.request)
+            record = None if explanation is None else _as_json(explanation, decided)
             self._journal.decided(self._row(decided, record))
 
     def explain(self, request_id: str) -> Explanation | None:
@@ -157,8 +160,9 @@ def _verdict(decision: Decision) -> tuple[str, Placement | None, Reason | None]:
             return "refuse", None, reason
 
 
-def _as_json(explanation: Explanation, request: Request) -> dict[str, Any]:
+def _as_json(explanation: Explanation, decided: Decided) -> dict[str, Any]:
     """The explanation as members of JSON; an infinite cost becomes null, its objection says why."""
+    request, ruling = decided.request, decided.ruling
     record = asdict(explanation)
     for candidate in record["candidates"]:
         candidate["cost_micro_usd"] = _finite(candidate["cost_micro_usd"])
@@ -169,6 +173,11 @@ def _as_json(explanation: Explanation, request: Request) -> dict[str, Any]:
     record["tenant"] = request.tenant
     record["prompt_tokens"] = request.prompt_tokens
     record["completion_tokens_max"] = request.completion_tokens_max
+    record["rules"] = {
+        "fired": ruling.fired,
+        "audited": ruling.audited,
+        "annotations": dict(ruling.annotations),
+    }
     return record
 
 

@@ -601,7 +601,9 @@ class FleetHealth:
         if breaker.state is not was:
             log.warning(
                 "breaker_moved",
-                extra={"fields": {**fields, "was": was, "status": breaker.state, "why": breaker.why}},
+                extra={
+                    "fields": {**fields, "was": was, "status": breaker.state, "why": breaker.why}
+                },
             )
 
 

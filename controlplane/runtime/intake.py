@@ -241,7 +241,7 @@ class Intake:
             of_step = policy.rule(Phase.STEP, part, live)
             asked = of_step if rights.terms.is_allowed else None
             self._ruled(call.principal.tenant, model.name, scope, Phase.STEP, static, live, asked)
-            ruling = joined(ruling, of_step)
+            ruling = joined(ruling, of_step, policy.bundle.admission)
         return ruling
 
     def _move(
@@ -421,6 +421,7 @@ class Intake:
             idle_until_ms=idle_until_ms,
             rule=ruling.denied_by or ruling.shed_by or ruling.defer_by,
             warnings=ruling.warnings,
+            ruling=ruling,
             opened_at_s=wall_ms() / 1000.0,
         )
 

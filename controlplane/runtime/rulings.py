@@ -4,12 +4,13 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Final, NamedTuple
 
-from controlplane.domain.catalog import Model
+from controlplane.domain.catalog import Model, Scope
 from controlplane.domain.decision import Reason, Refuse
 from controlplane.domain.request import UNLIMITED_MICRO_USD
 from controlplane.runtime.call import Call, wall_ms
 from controlplane.runtime.workflow_state import WorkflowEntry
-from policies.evaluate import NEUTRAL, Ruling, Terms
+from policies.documents import Admission
+from policies.evaluate import NEUTRAL, Defer, Ruling, Terms
 from policies.facts import LiveFacts, StaticFacts
 
 RETRY_AFTER_MS_LEAST: Final = 1
@@ -76,7 +77,7 @@ def static_facts(
         request_is_stream=call.is_stream,
         request_has_tools=call.tools_digest != 0,
         workflow_exists=entry is not None,
-        workflow_scope="" if entry is None else str(entry.record.scope),
+        workflow_scope=str(Scope.CHAT if entry is None else entry.record.scope),
         workflow_kind="" if entry is None else entry.record.kind,
     )
 
@@ -115,8 +116,11 @@ def live_facts(
     )
 
 
-def joined(first: Ruling, second: Ruling) -> Ruling:
-    """Two phases' rulings on one call: what is stricter holds, whichever said it."""
+def joined(first: Ruling, second: Ruling, admission: Admission) -> Ruling:
+    """Two phases' rulings on one call: what is stricter holds, whichever said it.
+
+    Loading has seen to it that no two rules that can fire together name different models.
+    """
     if first is NEUTRAL:
         return second
     if second is NEUTRAL:
@@ -128,9 +132,9 @@ def joined(first: Ruling, second: Ruling) -> Ruling:
         errors=first.errors + second.errors,
         shed_by=first.shed_by or second.shed_by,
         retry_after_ms=max(first.retry_after_ms, second.retry_after_ms),
-        defer=first.defer or second.defer,
+        defer=_both(first.defer, second.defer),
         defer_by=first.defer_by or second.defer_by,
-        queue_class=second.queue_class or first.queue_class,
+        queue_class=_lighter(first.queue_class, second.queue_class, admission),
         completion_tokens_max=_least(first.completion_tokens_max, second.completion_tokens_max),
         n_max=_least(first.n_max, second.n_max),
         region_names=_common(first.region_names, second.region_names),
@@ -155,6 +159,28 @@ def refusal(ruling: Ruling, *, is_begun: bool) -> Refuse | None:
         retry_ms = max(RETRY_AFTER_MS_LEAST, ruling.retry_after_ms)
         return Refuse(Reason.SHED_OVERLOAD, detail, retry_ms, rule=ruling.shed_by)
     return None
+
+
+def _lighter(first: str | None, second: str | None, admission: Admission) -> str | None:
+    if first is None or second is None:
+        return second if first is None else first
+    classes = admission.queue_classes
+    return min((first, second), key=lambda name: (classes[name].weight, name))
+
+
+def _both(first: Defer | None, second: Defer | None) -> Defer | None:
+    """Run when both allow it. Windows without a common hour can not be kept: the first one holds then."""
+    if first is None or second is None:
+        return second if first is None else first
+    hours = tuple(hour for hour in first.hours if hour in second.hours)
+    weekdays = tuple(day for day in first.weekdays if day in second.weekdays)
+    is_common = bool(hours and weekdays)
+    return Defer(
+        hours=hours if is_common else first.hours,
+        weekdays=weekdays if is_common else first.weekdays,
+        waits_for_idle=first.waits_for_idle or second.waits_for_idle,
+        wait_s_max=_least(first.wait_s_max, second.wait_s_max),
+    )
 
 
 def _least(first: int | None, second: int | None) -> int | None:

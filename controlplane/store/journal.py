@@ -392,9 +392,7 @@ class Journal:
                     # INVARIANT I1: the request ends, even when what it used can not be charged.
                     self.charges_dropped += 1
                     _report("charge_dropped", entry, error)
-                    await self._write_one_by_one(
-                        [entry._replace(settled_micro_usd=0, charges=())]
-                    )
+                    await self._write_one_by_one([entry._replace(settled_micro_usd=0, charges=())])
                 else:
                     self.entries_dropped += 1
                     _report("entry_dropped", entry, error)
@@ -495,7 +493,9 @@ def _charged_columns(rows: Sequence[SettledRow]) -> list[str]:
 
 
 def _accounts(rows: Sequence[SettledRow]) -> list[str]:
-    return [_array(list({budget_id for row in rows for budget_id, amount in row.charges if amount}))]
+    return [
+        _array(list({budget_id for row in rows for budget_id, amount in row.charges if amount}))
+    ]
 
 
 def _array(values: Sequence[object]) -> str:

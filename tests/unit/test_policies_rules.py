@@ -107,7 +107,7 @@ def test_a_wrong_condition_names_file_rule_line_column_and_remedy(when, place, w
         (HEAD + text_of("true", 'warn: "a\\nb"'), "should match pattern"),
         (HEAD + text_of("true", "queue_class: fast"), "queue class `fast` does not exist; use one of `interactive`"),
         (HEAD + text_of("true", "shed: {retry_after_ms: 5}"), "could refuse a later step of a workflow"),
-        (HEAD + text_of("true", "priority: 1", phase="stream"), "can not be done at phase stream; use deny, annotate"),
+        (HEAD + text_of("true", "priority: 1", phase="stream"), "can not be done at phase stream; use deny"),
         (HEAD + text_of("true", phase="late"), "`rules.0.phase`"),
         (HEAD + text_of("!request.is_stream"), "put the value in quotes"),
         (HEAD + text_of("true") + text_of("true"), "the rule name `big` is used twice"),

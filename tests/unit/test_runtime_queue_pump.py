@@ -14,7 +14,7 @@ from controlplane.runtime.fleet_state import FleetState
 from controlplane.runtime.queue_pump import HEARTBEAT_MS, QueuePump
 from controlplane.scheduler.prefix_index import PrefixIndex
 from controlplane.scheduler.tick_log import TickLog
-from policies.evaluate import Terms, compile_policy
+from policies.evaluate import NEUTRAL, Terms, compile_policy
 from policies.facts import from_json
 from policies.load import load_bundle
 from tests.unit.test_runtime_fleet_state import NOW, catalog, facts, hello
@@ -95,7 +95,7 @@ def ticket(
         call=call, request=request, model=catalog().models[ModelName("small")], terms=TERMS,
         policy=POLICY, static=STATIC, part=POLICY.static_part(STATIC), live=LIVE,
         completion_tokens_max=1, n=1, cache_salt="salt", reserved_micro_usd=1, tokens_held=1, holds=(),
-        queue_class="standard", idle_until_ms=idle_until_ms, rule=rule, warnings=(), opened_at_s=0.0,
+        queue_class="standard", idle_until_ms=idle_until_ms, rule=rule, warnings=(), ruling=NEUTRAL, opened_at_s=0.0,
     )  # fmt: skip
 
 
