@@ -67,7 +67,8 @@ class Shares:
 
     def came(self, tenant):
         least = self.virtual - CREDIT * self.mean
-        self.of_tenant[tenant] = max(self.of_tenant.get(tenant, least), least)
+        # A stranger has no credit yet.
+        self.of_tenant[tenant] = max(self.of_tenant.get(tenant, self.virtual), least)
 
     def learn(self, amount):
         self.mean = self.mean + 0.05 * (amount - self.mean) if self.mean else amount
