@@ -98,6 +98,7 @@ def call(**changes: Any) -> Request:
         "is_begun": False,
         "not_before_ms": 0,
         "waits_for_idle": False,
+        "is_preferred": False,
     }
     return Request(**(fields | changes))
 

@@ -64,7 +64,8 @@ def waits_for_home(request: Request, snapshot: Snapshot, now_ms: int) -> bool:
     if row is None or not row.is_accepting or row.is_suspect or not is_allowed(request, row):
         return False
     cached = snapshot.cached.get(row.index, 0)
-    has_room = fits(row, kv_tokens_needed(request, cached, WHOLE), now_ms)
+    needed = kv_tokens_needed(request, cached, WHOLE)
+    has_room = fits(row, needed, now_ms, request.is_preferred)
     if has_room and may_take_seat(request, row, sequences_on(row)):
         return False
     if now_ms >= row.credits_expire_ms or row.seats_bound <= 0:
@@ -105,5 +106,5 @@ def _rules_out(request: Request, terms: Terms, now_ms: int) -> Refuse | None:
         return Refuse(Reason.DEADLINE_UNREACHABLE, detail)
     if request.workflow is not None and remaining_ms(request.workflow_deadline_ms, now_ms) == 0:
         detail = f"the deadline of workflow `{request.workflow}` has passed"
-        return Refuse(Reason.DEADLINE_UNREACHABLE, detail)
+        return Refuse(Reason.DEADLINE_UNREACHABLE, detail, is_final=True)
     return None

@@ -642,4 +642,6 @@ def _ends_ms(item: Waiting[_T]) -> int:
 
 def _wants(request: Request) -> Hashable:
     """What must be free for a call: its home, or any engine that it may use."""
-    return request.home or (request.regions, request.gpu_types)
+    if request.home is not None:
+        return (request.home, request.is_preferred)
+    return (request.regions, request.gpu_types, request.is_preferred)

@@ -12,7 +12,7 @@ from controlplane.domain.ids import EngineId, GpuTypeName, ModelName, NodeId, Re
 
 # Values of the fields that reports and commitments change, in the order of `EngineRow.dynamic`.
 Dynamic = tuple[
-    bool, bool, bool, int, int, int, float, int, int, int, int, int, int, int, int, int, float
+    bool, bool, bool, int, int, int, float, int, int, int, int, int, int, int, int, int, int, float
 ]  # fmt: skip
 
 # `EngineRow.seats_bound` where nothing bounds the calls in flight but credits.
@@ -25,7 +25,8 @@ class EngineRow:
     Rates are products that do not depend on the request: micro-dollars and milliseconds per token.
     Credits (`seats_lent`, `kv_tokens_lent`) may be spent until `credits_expire_ms`; `seats_taken` and
     `kv_tokens_taken` are this replica's calls in flight and may exceed what is lent after a shrink.
-    `seats_bound` is the most calls that this replica keeps in flight there, for pace and for health;
+    `seats_bound` is the most calls that this replica keeps in flight there, for pace and for health, and
+    `seats_over` how many more a preferred call may make them, where only pace is in the way;
     `attempts_expected` how often a call must be sent there until it succeeds, by its latest failures.
     """
 
@@ -65,6 +66,7 @@ class EngineRow:
         "seats_bound",
         "seats_capacity",
         "seats_lent",
+        "seats_over",
         "seats_taken",
         "tie_seed",
         "ttft_correction",
@@ -135,6 +137,7 @@ class EngineRow:
         self.kv_tokens_taken = 0
         self.prefill_tokens_pending = 0
         self.seats_bound = SEATS_UNBOUNDED
+        self.seats_over = 0
         self.attempts_expected = 1.0
 
     def dynamic(self) -> Dynamic:
@@ -156,6 +159,7 @@ class EngineRow:
             self.prefill_tokens_pending,
             self.generation,
             self.seats_bound,
+            self.seats_over,
             self.attempts_expected,
         )
 
@@ -201,21 +205,23 @@ class EngineRow:
             row.prefill_tokens_pending,
             row.generation,
             row.seats_bound,
+            row.seats_over,
             row.attempts_expected,
         ) = dynamic
         return row
 
 
-def fits(row: EngineRow, kv_tokens: int, now_ms: int) -> bool:
+def fits(row: EngineRow, kv_tokens: int, now_ms: int, preferred: int = 0) -> bool:
     """The one fit test: the axis, the router and the commit all call it.
 
-    `kv_tokens` is the most KV that the call can come to hold on this engine.
+    `kv_tokens` is the most KV that the call can come to hold on this engine; `preferred` is 1 for a
+    call that may exceed the engine's pace a little, else 0.
     """
     return (
         row.is_accepting
         and not row.is_suspect
         and now_ms < row.credits_expire_ms
         and row.seats_taken < row.seats_lent
-        and row.seats_taken < row.seats_bound
+        and row.seats_taken < row.seats_bound + row.seats_over * preferred
         and row.kv_tokens_taken + kv_tokens <= row.kv_tokens_lent
     )

@@ -21,7 +21,8 @@ class Request:
     `is_single_engine` forbids splitting prefill from decode. `priority` orders who is refused first
     when capacity is short (higher stays longer); `is_begun` marks a later step of a workflow that was
     admitted, which is never refused for load. A postponed call runs from `not_before_ms` on (0: at
-    once), or only on idle capacity when `waits_for_idle`.
+    once), or only on idle capacity when `waits_for_idle`. A preferred call's tenant has less than its part of a
+    contended pool.
     """
 
     id: RequestId
@@ -57,3 +58,4 @@ class Request:
     is_begun: bool
     not_before_ms: int
     waits_for_idle: bool
+    is_preferred: bool

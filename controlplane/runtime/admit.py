@@ -314,6 +314,14 @@ class Gate:
                 outcome: Placement | Queue | Refuse = Queue(Reason.NO_CAPACITY)
             else:
                 outcome = self._decide_and_commit(ticket)
+            if (
+                isinstance(outcome, Queue)
+                and not is_postponed
+                and self.loads.is_below_part(request)
+            ):
+                # The seats are others' for the most part: this call may exceed the pace a little.
+                ticket.request = request = replace(request, is_preferred=True)
+                outcome = self._decide_and_commit(ticket)
             if isinstance(outcome, Queue):
                 self._books.open(ticket, entry)
                 queued_ms, decided = monotonic_ms(), ticket.decisions

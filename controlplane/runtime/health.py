@@ -50,6 +50,8 @@ POOL_FACTS_MS_MAX: Final = 100.0
 POOL_SLOW_SHARE_MAX: Final = 0.5
 SPEEDUP_MIN: Final = 0.01
 WARM_IN_MS_MIN: Final = 1_000
+# Calls beyond an engine's pace that tenants with less than their part may have there.
+SEATS_OVER: Final = 2
 # A price changes when the attempts expected have moved by this share.
 ATTEMPTS_STEP_RATIO: Final = 0.02
 FULL_PERMILLE: Final = 1_000
@@ -220,7 +222,7 @@ class FleetHealth:
         engine.context_tokens += gain * (context - engine.context_tokens)
         if row.model in self._stretch:
             self._set_pace(engine)
-            row.seats_bound = min(engine.pace_seats, engine.restraint)
+            _set_bound(engine)
 
     def began(self, row: EngineRow, now_ms: float) -> None:
         """A call goes there."""
@@ -469,10 +471,9 @@ class FleetHealth:
 
     def _apply_bound(self, engine: EngineHealth) -> None:
         row = engine.row
-        bound = min(engine.pace_seats, engine.restraint)
-        if bound != row.seats_bound:
+        if min(engine.pace_seats, engine.restraint) != row.seats_bound:
             self._ticks.before_change(row)
-            row.seats_bound = bound
+            _set_bound(engine)
 
     def _rebound_pool(self, model: ModelName, now_ms: float) -> None:
         for engine in self._engines_of(model):
@@ -609,3 +610,10 @@ class FleetHealth:
 
 def _permille(used: int, usable: int) -> int:
     return FULL_PERMILLE if usable <= 0 else min(FULL_PERMILLE, FULL_PERMILLE * used // usable)
+
+
+def _set_bound(engine: EngineHealth) -> None:
+    """The lower of pace and health; pace alone may be exceeded a little."""
+    row = engine.row
+    row.seats_bound = min(engine.pace_seats, engine.restraint)
+    row.seats_over = min(SEATS_OVER, engine.restraint - row.seats_bound)

@@ -398,6 +398,7 @@ class Intake:
             is_begun=workflow is not None and sizes.step > 0,
             not_before_ms=not_before_ms,
             waits_for_idle=waits_for_idle,
+            is_preferred=False,
         )
         completions = self._completions_held(request, call, model, ruling, terms, n)
         cost = model.cost_micro_usd(prompt=prompt_tokens, cached=0, completion=completions)

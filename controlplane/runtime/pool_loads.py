@@ -54,6 +54,15 @@ class PoolLoads:
         load = self._pools.get(model)
         return load is not None and (load.levels.is_overloaded or len(load.appointments) > 0)
 
+    def is_below_part(self, request: Request) -> bool:
+        """Whether the tenant holds less than its part of a pool that others want too."""
+        load = self._pools.get(request.model)
+        if load is None:
+            return False
+        commitments = load.commitments
+        part = commitments.shares.part(request.tenant)
+        return part < 1.0 and commitments.shares.seats(request.tenant) <= part * commitments.seats()
+
     # ------------------------------------------------------------ workflows
 
     def may_begin(self, request: Request, now_ms: int) -> Refuse | None:

@@ -123,7 +123,7 @@ def prefill_choices(
         rival = best.get(row.region_bit)
         limit = most if rival is None else rival.cost_micro_usd
         kv_tokens = kv_tokens_needed(request, 0, PREFILL)
-        if not is_allowed(request, row) or not fits(row, kv_tokens, now_ms):
+        if not is_allowed(request, row) or not fits(row, kv_tokens, now_ms, request.is_preferred):
             continue
         tokens = cached.get(row.index, 0)
         if floor_micro_usd(request, row, tokens, PREFILL) > limit:
@@ -188,7 +188,7 @@ def place(
         # Asked before anything is predicted. The axes ask again; most rows never come to that.
         if not is_allowed(request, row):
             continue
-        if not fits(row, kv_tokens_needed(request, tokens, WHOLE), now_ms):
+        if not fits(row, kv_tokens_needed(request, tokens, WHOLE), now_ms, request.is_preferred):
             continue
         if floor_micro_usd(request, row, tokens, WHOLE) > best_cost:
             continue
@@ -242,7 +242,7 @@ def _cheapest_pair(
         choice = choices.get(row.region_bit)
         if choice is None or choice.cost_micro_usd > best_cost:
             continue
-        if not is_allowed(request, row) or not fits(row, kv_tokens, now_ms):
+        if not is_allowed(request, row) or not fits(row, kv_tokens, now_ms, request.is_preferred):
             continue
         tokens = cached.get(row.index, 0)
         # The limit is widened by a hair: it is a difference, and differences round.
@@ -377,6 +377,8 @@ def _retry_after(request: Request, estimate_ms: float) -> int:
 
 def still_fits(request: Request, placement: Placement, now_ms: int) -> bool:
     """The commit's question: does what was decided fit on the rows as they are now?"""
-    if not fits(placement.decode, placement.kv_tokens, now_ms):
+    preferred = request.is_preferred
+    if not fits(placement.decode, placement.kv_tokens, now_ms, preferred):
         return False
-    return placement.prefill is None or fits(placement.prefill, request.prompt_tokens, now_ms)
+    prefill = placement.prefill
+    return prefill is None or fits(prefill, request.prompt_tokens, now_ms, preferred)

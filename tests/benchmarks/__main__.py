@@ -22,6 +22,7 @@ AIMS = {
     "decision_100_p99_us": 200.0,
     "decision_1000_p50_us": 300.0,
     "gateway_c64_cpu_us": 97.0,
+    "policy_20_mean_us": 10.0,
 }
 FAILURE_LINES_MAX = 15
 

@@ -149,6 +149,7 @@ def requests(size: int, seed: int):
             is_begun=False,
             not_before_ms=0,
             waits_for_idle=False,
+            is_preferred=False,
         )
         made.append((request, cached))
     return made

@@ -13,6 +13,7 @@ from controlplane.domain.ids import ModelName, NodeId, RegionName
 from controlplane.domain.outcome import AttemptOutcome
 from controlplane.domain.pool import BreakerState, OverrideMode
 from controlplane.runtime.fleet_state import FleetState
+from controlplane.runtime.health import SEATS_OVER
 from controlplane.scheduler.perf_model import seats_within
 from controlplane.scheduler.place import place
 from controlplane.scheduler.prefix_index import PrefixIndex
@@ -548,6 +549,24 @@ def test_calls_in_flight_are_bounded_so_that_the_pace_stays_within_the_stretch()
     world.fleet.use_stretch(SMALL, None)
     assert fits(row, 1, int(world.now_ms))
     assert row.seats_bound == SEATS_UNBOUNDED
+
+
+def test_a_preferred_call_may_exceed_the_pace_a_little_and_nothing_else() -> None:
+    world = World(1)
+    row = world.row("e0")
+    world.fleet.use_stretch(SMALL, 1.5)
+    for _ in range(row.seats_bound + SEATS_OVER):
+        assert fits(row, 1, int(world.now_ms), 1)
+        world.begin("e0", 4_046)
+    assert not fits(row, 1, int(world.now_ms), 1)
+    assert row.seats_over == SEATS_OVER
+    # An engine that pushes back is not sent more, whoever asks.
+    refused = world.begin("e0", 4_046)
+    world.end(refused, AttemptOutcome.BACKPRESSURE)
+    assert row.seats_over == 0 or row.seats_bound + row.seats_over <= row.seats_taken
+    assert not fits(row, 1, int(world.now_ms), 1)
+    world.fleet.use_stretch(SMALL, None)
+    assert row.seats_over == 0
 
 
 def test_the_bound_follows_the_contexts_that_are_sent() -> None:

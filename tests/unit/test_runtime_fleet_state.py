@@ -99,7 +99,7 @@ def request(prompt_tokens: int = 1_000) -> Request:
         workflow_deadline_ms=int(NOW) + 60_000, workflow_spent_micro_usd=0,
         workflow_remaining_micro_usd=UNLIMITED_MICRO_USD, calls_in_flight=0, fan_out_max=1,
         step_gap_ms=0, home=None, is_single_engine=False,
-        priority=5, is_begun=False, not_before_ms=0, waits_for_idle=False,
+        priority=5, is_begun=False, not_before_ms=0, waits_for_idle=False, is_preferred=False,
     )  # fmt: skip
 
 

@@ -23,7 +23,7 @@ def cost(request: Request, row: EngineRow, forecast: Forecast) -> float:
     The output grows while it is held, so half of it counts. Feasible when the future peak (after
     Past-Future, LightLLM) passes the one `fits` test and the engine's measured use leaves room.
     """
-    if not fits(row, forecast.kv_tokens, forecast.now_ms):
+    if not fits(row, forecast.kv_tokens, forecast.now_ms, request.is_preferred):
         return INFEASIBLE
     if not is_measured_room(row, forecast):
         return INFEASIBLE
@@ -38,9 +38,8 @@ def cost(request: Request, row: EngineRow, forecast: Forecast) -> float:
 
 
 def objection(request: Request, row: EngineRow, forecast: Forecast) -> str | None:
-    del request
     need = forecast.kv_tokens
-    if not fits(row, need, forecast.now_ms):
+    if not fits(row, need, forecast.now_ms, request.is_preferred):
         if not row.is_accepting:
             return "it does not accept calls"
         if row.is_suspect:
@@ -49,7 +48,7 @@ def objection(request: Request, row: EngineRow, forecast: Forecast) -> str | Non
             return "its agent lends no credits at present"
         if row.seats_taken >= row.seats_lent:
             return f"all {row.seats_lent:,} lent seats are taken"
-        if row.seats_taken >= row.seats_bound:
+        if row.seats_taken >= row.seats_bound + row.seats_over * request.is_preferred:
             return f"it is held to {row.seats_bound:,} calls in flight for now"
         free = row.kv_tokens_lent - row.kv_tokens_taken
         return f"the call needs {need:,} KV tokens and {free:,} are free"
