@@ -170,23 +170,17 @@ class Gate:
         if isinstance(prepared, Refuse):
             return prepared
         ticket = prepared.ticket
-        refuse = self._books.rate(ticket)
+        # Money before load: who has none would only be told to come back for nothing.
+        refuse = self._books.rate(ticket) or await self._take(ticket)
         if refuse is not None:
             return self._refuse(ticket, refuse)
         refuse = self._begin(ticket)
-        if refuse is None:
-            try:
-                refuse = await self._books.take(ticket)
-            except StateUnavailable:
-                refuse = _UNREADABLE
-            except BaseException:
-                self._forget(ticket)
-                raise
-            if refuse is None:
-                self._note_request(ticket)
-                return await self._decide_or_wait(prepared)
-        self._forget(ticket)
-        return self._refuse(ticket, refuse)
+        if refuse is not None:
+            self._books.give_back(ticket)
+            self._books.unrate(ticket)
+            return self._refuse(ticket, refuse)
+        self._note_request(ticket)
+        return await self._decide_or_wait(prepared)
 
     async def admit_cached(self, call: Call, usage: Usage) -> Ticket | Refuse:
         """Take a call whose answer is there already: rules, rates and money, but no engine and no load.
@@ -208,15 +202,8 @@ class Gate:
             replace(hold, amount=cost if hold.unit == "micro_usd" else tokens)
             for hold in ticket.holds
         )
-        try:
-            refuse = await self._books.take(ticket)
-        except StateUnavailable:
-            refuse = _UNREADABLE
-        except BaseException:
-            self._books.unrate(ticket)
-            raise
+        refuse = await self._take(ticket)
         if refuse is not None:
-            self._books.unrate(ticket)
             return self._refuse(ticket, refuse)
         self._books.open(ticket, prepared.workflow)
         return ticket
@@ -298,11 +285,18 @@ class Gate:
             self.pump.contended(request.model)
         return refuse
 
-    def _forget(self, ticket: Ticket) -> None:
-        """A call that was not let in leaves no promise behind."""
-        self._books.unrate(ticket)
-        if not ticket.request.is_begun:
-            self.loads.dropped(ticket.request, int(monotonic_ms()))
+    async def _take(self, ticket: Ticket) -> Refuse | None:
+        """Hold the money of a call that was rated; without it, or cancelled, the rate is given back too."""
+        try:
+            refuse = await self._books.take(ticket)
+        except StateUnavailable:
+            refuse = _UNREADABLE
+        except BaseException:
+            self._books.unrate(ticket)
+            raise
+        if refuse is not None:
+            self._books.unrate(ticket)
+        return refuse
 
     async def _decide_or_wait(self, prepared: Prepared) -> Ticket | Refuse:
         """From here on money is held: every way out gives it back or hands it to the ticket."""
