@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import exp, sqrt
 from typing import Final
 
-from controlplane.admission.appointments import WAIT_MS_MAX, Appointments
+from controlplane.admission.appointments import WAIT_MS_MAX, WAIT_MS_MIN, Appointments
 from controlplane.admission.commitments import (
     IDLE_GAPS,
     IDLE_MS,
@@ -80,6 +80,7 @@ class _Asked:
     seats_needed: float
     seats_free: float
     is_due: bool
+    is_below_part: bool
     may_begin: bool
 
 
@@ -192,6 +193,7 @@ class PoolLoad:
             seats_needed=needed,
             seats_free=limit - seats_of_higher,
             is_due=is_due,
+            is_below_part=is_below_part,
             # A pool without anybody takes one always: no workflow is too large to be ever begun.
             may_begin=may_begin or not len(self.commitments),
         )
@@ -203,7 +205,15 @@ class PoolLoad:
     def _refuse(self, request: Request, asked: "_Asked", room: Room, now_ms: int) -> Refuse:
         work_ms = asked.commitment.work_ms
         seats_free = min(asked.seats_free, self._seats_begun(request.priority, now_ms))
+        promised = f"{self.commitments.seats():.1f} of {room.seats:.0f} seats are promised"
         wait_ms_max = self._wait_ms_max(request, work_ms, now_ms)
+        if asked.is_below_part and wait_ms_max > WAIT_MS_MIN:
+            # Whatever ends next is this tenant's: others that have more do not begin before it.
+            return Refuse(
+                Reason.SHED_OVERLOAD,
+                f"`{request.model}` is overloaded ({promised}); this tenant is next",
+                WAIT_MS_MIN,
+            )
         wait_ms = self.appointments.book(
             _key(request),
             work_ms=work_ms,
@@ -213,7 +223,6 @@ class PoolLoad:
             now_ms=now_ms,
             wait_ms_max=wait_ms_max,
         )
-        promised = f"{self.commitments.seats():.1f} of {room.seats:.0f} seats are promised"
         if wait_ms is None and wait_ms_max > WAIT_MS_MAX:
             return Refuse(
                 Reason.SHED_OVERLOAD,

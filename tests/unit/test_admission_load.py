@@ -358,6 +358,8 @@ def test_who_has_less_than_its_part_goes_before_who_has_more():
     while load.may_begin(workflow(100 + begun, tenant="light"), ROOM, NOW_MS) is None:
         begun += 1
     assert begun == 5
+    told = load.may_begin(workflow(200, tenant="light"), ROOM, NOW_MS)
+    assert told.retry_after_ms == WAIT_MS_MIN, "the next room is this tenant's"
     assert load.commitments.shares.seats("heavy") == held
 
 
