@@ -177,7 +177,12 @@ class PoolLoad:
         shares = self.commitments.shares
         shares.asked(request.tenant, request.weight, now_ms)
         part = shares.part(request.tenant)
-        is_below_part = part < 1.0 and shares.seats(request.tenant) + needed <= part * limit
+        # Parts are among equals: what higher priorities hold is not shared with lower ones.
+        is_below_part = (
+            part < 1.0
+            and seats_of_higher <= 0.0
+            and shares.seats(request.tenant) + needed <= part * limit
+        )
         if is_due:
             may_begin = needed <= free + APPOINTED_RATIO * room.seats
         elif is_below_part:

@@ -55,11 +55,13 @@ class PoolLoads:
         return load is not None and (load.levels.is_overloaded or len(load.appointments) > 0)
 
     def is_below_part(self, request: Request) -> bool:
-        """Whether the tenant holds less than its part of a pool that others want too."""
+        """Whether the tenant holds less than its part of a pool that its equals want too."""
         load = self._pools.get(request.model)
         if load is None:
             return False
         commitments = load.commitments
+        if commitments.seats(request.priority + 1) > 0.0:
+            return False
         part = commitments.shares.part(request.tenant)
         return part < 1.0 and commitments.shares.seats(request.tenant) <= part * commitments.seats()
 
