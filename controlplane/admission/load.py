@@ -47,8 +47,8 @@ BEGUN_MS: Final = 10_000
 PART_RATIO: Final = 0.25
 # Each priority may have this share of the seats, together with those below it, whatever the others want.
 LEAST_RATIO: Final = 0.05
-# Who has lower priorities below may be promised all seats.
-YIELDED_RATIO: Final = 1.0
+# Who has lower priorities below may be promised more than all seats: those give way, and it has slack.
+YIELDED_RATIO: Final = 1.25
 # Who comes at its appointed time may push the promises above that by this share.
 APPOINTED_RATIO: Final = 0.50
 # Waits are told as if at least this share of the seats served those who wait.
