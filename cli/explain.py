@@ -60,6 +60,11 @@ def explanation(document: JsonObject, width: int) -> list[Any]:
         if axis["objection"]
     ]
     parts.append(f"\n{escape(document['sentence'])}")
+    queue = document.get("queue")
+    if queue is not None:
+        wait_ms = queue["wait_ms_predicted"]
+        soon = "" if wait_ms is None else f", for about {wait_ms / 1000:.1f} s more"
+        parts.append(f"It waits, as number {queue['position']:,}{soon}.")
     return parts
 
 

@@ -603,6 +603,11 @@ class Gate:
         asked = None if call is None else call.request_id
         return refuse.decision or asked or self.new_id()
 
+    def place_in_queue(self, request_id: str) -> tuple[int, int | None] | None:
+        """Position from 1 and predicted wait in ms of a call that waits here; None of any other."""
+        ticket = self.in_flight.get(request_id)
+        return None if ticket is None else self.pump.place_of(ticket)
+
     def workflow_ended(self, workflow: WorkflowId) -> None:
         """A workflow has ended, by its tenant's word: what was promised to it is free."""
         self.loads.ended(workflow, int(monotonic_ms()))

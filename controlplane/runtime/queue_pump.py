@@ -69,6 +69,14 @@ class QueuePump:
             return 0
         return self.queue.retry_after_ms(model, int(monotonic_ms()))
 
+    def place_of(self, ticket: Ticket) -> tuple[int, int | None] | None:
+        """A waiting call's position from 1 and predicted wait in ms; None when it does not wait."""
+        position = self.queue.position(ticket.id)
+        if position is None:
+            return None
+        now_ms = int(monotonic_ms())
+        return position, self.queue.predicted_wait_ms(ticket.request, now_ms, ticket.queue_class)
+
     async def wait(self, ticket: Ticket, reason: Reason, cached_tokens: int) -> Placement | Refuse:
         """Wait for a seat. Cancelling gives the place in the queue up.
 
@@ -133,13 +141,8 @@ class QueuePump:
             waiter.beat_ms = now_ms + HEARTBEAT_MS
             tell = waiter.ticket.call.on_waiting
             if tell is not None:
-                tell(
-                    self.queue.position(item.request.id) or 0,
-                    self.queue.predicted_wait_ms(
-                        item.request, int(now_ms), waiter.ticket.queue_class
-                    )
-                    or 0,
-                )
+                position, wait_ms = self.place_of(waiter.ticket) or (0, 0)
+                tell(position, wait_ms or 0)
 
     def _gives_up_ms(self, ticket: Ticket, now_ms: int) -> int:
         """What is begun is carried on until its deadline, and what was postponed has time."""

@@ -239,6 +239,8 @@ async def test_who_waits_is_told_now_and_then_where_it_stands() -> None:
         pump.sweep(now_ms + beats * (HEARTBEAT_MS + 100))
         pump.sweep(now_ms + beats * (HEARTBEAT_MS + 100))
     assert [position for position, _ in told] == [2, 2, 2]
+    assert pump.place_of(first) == (1, None)
+    assert pump.place_of(ticket("c")) is None
 
 
 @pytest.mark.anyio

@@ -111,8 +111,18 @@ class CandidateAnswer(Answer):
     axes: list[AxisAnswer]
 
 
+class QueueAnswer(Answer):
+    """Where a call stands that waits now, from 1, and how long it is likely to; null when not known."""
+
+    position: int
+    wait_ms_predicted: int | None
+
+
 class ExplanationAnswer(Answer):
-    """A decision: candidates cheapest first, infeasible ones last, and one sentence."""
+    """A decision: candidates cheapest first, infeasible ones last, and one sentence.
+
+    `queue` is null unless the call waits at this replica.
+    """
 
     request_id: str
     model: str
@@ -121,6 +131,7 @@ class ExplanationAnswer(Answer):
     reason: Reason | None
     sentence: str
     candidates: list[CandidateAnswer]
+    queue: QueueAnswer | None = None
 
 
 @router.get("/requests")
@@ -168,7 +179,11 @@ async def explain(request_id: Identifier, _: ViewerDep, services: ServicesDep) -
     """
     explanation = services.explain(request_id)
     if explanation is not None:
-        return _of_explanation(explanation)
+        place = services.gate.place_in_queue(request_id)
+        queue = (
+            None if place is None else QueueAnswer(position=place[0], wait_ms_predicted=place[1])
+        )
+        return _of_explanation(explanation).model_copy(update={"queue": queue})
     return await _of_record(services, request_id)
 
 
