@@ -62,9 +62,10 @@ async def test_sixty_four_calls_against_a_budget_for_ten(cluster: LocalCluster) 
     each = account.spent / answers
     assert account.spent <= account.limit
     assert each >= COMPLETION_TOKENS * 0.6
-    for refusal in refusals:
-        assert refusal.code == "insufficient_quota"
+    # A call that was held up by load first can come back to a budget that is spent by then.
+    by_budget = [refusal for refusal in refusals if refusal.code == "insufficient_quota"]
+    assert {refusal.code for refusal in refusals} <= {"insufficient_quota", "shed_overload"}
+    assert len(by_budget) >= CALLS // 2
+    for refusal in by_budget:
         assert refusal.response.headers["x-should-retry"] == "false"
         assert "retry-after" not in refusal.response.headers
-        # The first attempt was the only one.
-        assert refusal.response.request.headers["x-stainless-retry-count"] == "0"

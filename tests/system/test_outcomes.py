@@ -761,6 +761,19 @@ async def test_every_reason_tells_its_client_what_to_do(world: World, reason: Re
             pytest.fail(f"{case.reach.__name__}: {error!r}\n{told}")
 
 
+async def test_a_waiting_call_is_explained_with_its_place(world: World) -> None:
+    call = asyncio.create_task(world.chat("cold"))
+    place = None
+    while place is None and not call.done():
+        waiting = await world.api("GET", "requests?state=open")
+        for request in waiting["data"]:
+            explained = await world.api("GET", f"requests/{request['id']}/explain")
+            place = explained["queue"] or place
+    await call
+    assert place is not None
+    assert place["position"] == 1
+
+
 # ---------------------------------------------------------------- what the official SDK makes of it
 
 
