@@ -186,7 +186,7 @@ async def test_a_second_agent_on_the_same_folder_is_refused(tmp_path: Path) -> N
         facts = await control.engine("e1", EngineState.SERVING)
         second = AgentProcess(tmp_path / "agent", bus, simulated())
         await second.start()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             assert await second._process.wait() == 1
         assert await answers(facts.port)
         assert "uses" in (tmp_path / "agent" / "agent.log").read_text()

@@ -244,6 +244,7 @@ async def test_a_folder_that_only_its_owner_may_enter(private_folder: Path) -> N
         assert read(fresh) == [2]
 
 
+@pytest.mark.timeout(180)
 async def test_a_supervised_server_comes_back(folder: Path) -> None:
     ends: list[tuple[str, int | None, float]] = []
     server = EmbeddedPostgres(folder / "postgres", FAST)
@@ -254,7 +255,7 @@ async def test_a_supervised_server_comes_back(folder: Path) -> None:
         pid = server.pid
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(55):
             while server.pid == pid or not _answers(url):
                 await asyncio.sleep(0.05)
     assert read(url) == [1]
@@ -289,7 +290,7 @@ async def test_a_supervised_program_that_can_not_start_is_tried_again(folder: Pa
             seen.set()
 
     keeper = asyncio.create_task(keep_alive("p", program, on_end))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(55):
         await seen.wait()
     keeper.cancel()
     await asyncio.gather(keeper, return_exceptions=True)

@@ -55,7 +55,7 @@ class Keys:
     elsewhere: Idempotency
 
     async def written(self) -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while self.here._unwritten or self.elsewhere._unwritten:
                 await asyncio.sleep(0.005)
 

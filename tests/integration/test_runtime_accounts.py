@@ -46,7 +46,7 @@ def usd(name: str, amount: int) -> Hold:
 
 async def quiet(accounts: Accounts) -> None:
     """Until no refill is under way."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while accounts._tasks:
             await asyncio.sleep(0.005)
 

@@ -232,7 +232,7 @@ async def test_a_few_entries_are_written_soon_without_a_full_batch(
     async with running(clean_database_url) as writer:
         for name in ("a", "b"):
             writer.opened(Rows(name).opened())
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(30):
                 while writer.entries_waiting:
                     await asyncio.sleep(0.01)
         assert writer.flushes == 2
