@@ -1,8 +1,10 @@
 """Policy bundles: their revisions, the rollout of one, and the decisions to replay against another."""
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
 from pydantic import Field, StringConstraints
@@ -133,7 +135,7 @@ async def get_revision(digest: Identifier, _: ViewerDep, services: ServicesDep) 
 async def apply(body: NewRevision, operator: AdminDep, services: ServicesDep) -> RolloutAnswer:
     """Check a bundle, store it, and let it rule in shadow or at once. A bad one changes nothing."""
     policy = await asyncio.to_thread(_checked, dict(body.files))
-    try:
+    with _conflicts_told():
         changed = await policies.apply(
             services.engine,
             policy.revision,
@@ -143,15 +145,13 @@ async def apply(body: NewRevision, operator: AdminDep, services: ServicesDep) ->
             mode=Mode.NONE if body.is_now else Mode.SHADOW,
             generation=body.generation,
         )
-    except RolloutConflict as error:
-        _conflict(error)
     return RolloutAnswer.model_validate(changed)
 
 
 @router.post("/rollout/canary")
 async def canary(body: CanaryStep, operator: AdminDep, services: ServicesDep) -> RolloutAnswer:
     """Let the candidate rule a share of the tenants."""
-    try:
+    with _conflicts_told():
         changed = await policies.canary(
             services.engine,
             body.percent,
@@ -159,38 +159,32 @@ async def canary(body: CanaryStep, operator: AdminDep, services: ServicesDep) ->
             reason=body.reason,
             generation=body.generation,
         )
-    except RolloutConflict as error:
-        _conflict(error)
     return RolloutAnswer.model_validate(changed)
 
 
 @router.post("/rollout/promote")
 async def promote(body: Step, operator: AdminDep, services: ServicesDep) -> RolloutAnswer:
     """Make the candidate the active bundle."""
-    try:
+    with _conflicts_told():
         changed = await policies.promote(
             services.engine,
             author=_author(operator),
             reason=body.reason,
             generation=body.generation,
         )
-    except RolloutConflict as error:
-        _conflict(error)
     return RolloutAnswer.model_validate(changed)
 
 
 @router.post("/rollout/rollback")
 async def roll_back(body: Step, operator: AdminDep, services: ServicesDep) -> RolloutAnswer:
     """Drop the candidate; without one, make the previous bundle active again."""
-    try:
+    with _conflicts_told():
         changed = await policies.roll_back(
             services.engine,
             author=_author(operator),
             reason=body.reason,
             generation=body.generation,
         )
-    except RolloutConflict as error:
-        _conflict(error)
     return RolloutAnswer.model_validate(changed)
 
 
@@ -243,10 +237,8 @@ async def _found(services: Services, name: str) -> Revision:
     digest = _by_name(row, name)
     if digest is None:
         raise Refused(Refuse(Reason.NOT_FOUND, f"there is no {name} revision"))
-    try:
+    with _conflicts_told():
         found = await policies.get_revision(services.engine, digest)
-    except RolloutConflict as error:
-        _conflict(error)
     if found is None:
         raise Refused(
             Refuse(Reason.NOT_FOUND, f"there is no revision `{name}`; give at least six characters")
@@ -270,5 +262,10 @@ def _author(operator: Operator) -> str:
     return f"key:{operator.key_id}"
 
 
-def _conflict(error: RolloutConflict) -> NoReturn:
-    raise Refused(Refuse(Reason.CONFLICT, str(error))) from error
+@contextmanager
+def _conflicts_told() -> Iterator[None]:
+    """A change that does not fit the rollout as it is becomes a refusal in the same words."""
+    try:
+        yield
+    except RolloutConflict as error:
+        raise Refused(Refuse(Reason.CONFLICT, str(error))) from error
