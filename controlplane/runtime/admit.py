@@ -700,8 +700,6 @@ class Gate:
         # The queue may have placed it at the very moment in which its client went away.
         self._release(ticket)
         self._load_settled(ticket, state, _NOTHING_USED, monotonic_ms())
-        if ticket.charge is not None:
-            self.pump.queue.correct(ticket.charge, 0)
         if ticket.id in self.in_flight:
             ticket.is_settled = True
             e2e_ms = monotonic_ms() - ticket.call.received_ms

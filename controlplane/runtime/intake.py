@@ -300,11 +300,19 @@ class Intake:
             rights.slo.e2e_ms_max if call.deadline_ms is None else call.deadline_ms
         )
         home = self._home(call, model, entry)
-        region = "" if home is None else home.region
         if entry is None:
-            slack = int(deadline_ms - call.received_ms)
             return Sizes(
-                prompt_tokens, completion_max, cost, 0, 1, 0, UNLIMITED_MICRO_USD, slack, 0, region
+                prompt_tokens,
+                completion_max,
+                cost,
+                0,
+                1,
+                0,
+                UNLIMITED_MICRO_USD,
+                int(deadline_ms - call.received_ms),
+                0,
+                deadline_ms,
+                home,
             )
         record = entry.record
         spent = record.spent_micro_usd + entry.spent_here_micro_usd
@@ -319,7 +327,8 @@ class Intake:
             UNLIMITED_MICRO_USD if limit is None else max(0, limit - spent),
             int(entry.deadline_ms - call.received_ms),
             entry.calls_in_flight,
-            region,
+            deadline_ms,
+            home,
         )
 
     def _make_ticket(
@@ -350,10 +359,8 @@ class Intake:
         )
         digests, boundaries = chain(call.prefix_bytes, salt)
         ratio = prompt_tokens / max(1, call.prompt_bytes)
-        deadline_ms = received_ms + (
-            slo.e2e_ms_max if call.deadline_ms is None else call.deadline_ms
-        )
-        home, workflow_deadline_ms = self._home(call, model, entry), deadline_ms
+        deadline_ms, home = sizes.deadline_ms, sizes.home
+        workflow_deadline_ms = deadline_ms
         gap_ms = 0
         workflow: WorkflowId | None = None
         if entry is not None:

@@ -6,6 +6,7 @@ from typing import Final, NamedTuple
 
 from controlplane.domain.catalog import Model, Scope
 from controlplane.domain.decision import Reason, Refuse
+from controlplane.domain.fleet import EngineRow
 from controlplane.domain.request import UNLIMITED_MICRO_USD
 from controlplane.runtime.call import Call, wall_ms
 from controlplane.runtime.workflow_state import WorkflowEntry
@@ -29,7 +30,9 @@ class PoolView(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """A call's size as it is asked for, before any rule lowers it. `remaining_ms` is the deadline's."""
+    """A call as it is asked for, before any rule lowers it: its sizes, its own deadline (an instant), the time
+    until the deadline that counts, and the engine that holds its context.
+    """
 
     prompt_tokens: int
     completion_tokens_max: int
@@ -40,7 +43,8 @@ class Sizes(NamedTuple):
     remaining_micro_usd: int
     slack_ms: int
     calls_in_flight: int
-    home_region: str
+    deadline_ms: float
+    home: EngineRow | None
 
 
 class Clock:
@@ -112,7 +116,7 @@ def live_facts(
         hour,
         weekday,
         minute,
-        sizes.home_region,
+        "" if sizes.home is None else sizes.home.region,
     )
 
 
