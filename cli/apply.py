@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
-from cli.operator import Session, with_session
+from cli.operator import Session, with_change
 
 
-@with_session
+@with_change
 def apply(
     session: Session,
     file: Annotated[Path, typer.Argument(metavar="FILE", help="Cluster document, YAML.")],

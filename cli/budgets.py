@@ -9,7 +9,7 @@ from rich.text import Text
 
 from cli.client import JsonObject, segment
 from cli.failure import CommandFailure, ExitCode
-from cli.operator import Session, with_session
+from cli.operator import Session, with_change, with_session
 from cli.output import dollars, instant, table
 from cli.paging import CursorOption, LimitOption, page_of, show_page
 
@@ -96,7 +96,7 @@ def show_budget(session: Session, budget: BudgetArgument) -> None:
 
 
 @app.command("set")
-@with_session
+@with_change
 def set_budget(
     session: Session,
     budget: BudgetArgument,
@@ -123,7 +123,7 @@ def set_budget(
 
 
 @app.command("remove")
-@with_session
+@with_change
 def remove_budget(session: Session, budget: BudgetArgument) -> None:
     """Remove a limit, with its history."""
     document = session.api.delete(f"budgets/{segment(budget)}")

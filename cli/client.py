@@ -22,10 +22,14 @@ JsonObject = dict[str, Any]
 
 
 class OperatorClient:
-    """Blocking calls to `/operator/v1`. Closed by leaving its `with` block."""
+    """Blocking calls to `/operator/v1`. Closed by leaving its `with` block.
 
-    def __init__(self, url: str, key: str) -> None:
+    `reason` goes with every change, for the audit log; empty: none is given.
+    """
+
+    def __init__(self, url: str, key: str, *, reason: str = "") -> None:
         self.url = url
+        self._why = {"reason": reason} if reason else None
         self._client = httpx2.Client(
             base_url=url,
             headers={"authorization": f"Bearer {key}", "user-agent": "headway-cli"},
@@ -43,13 +47,13 @@ class OperatorClient:
         return self._call("GET", path, query=query)
 
     def post(self, path: str, body: JsonObject | None = None) -> JsonObject:
-        return self._call("POST", path, body=body)
+        return self._call("POST", path, query=self._why, body=body)
 
     def patch(self, path: str, body: JsonObject) -> JsonObject:
-        return self._call("PATCH", path, body=body)
+        return self._call("PATCH", path, query=self._why, body=body)
 
     def delete(self, path: str) -> JsonObject:
-        return self._call("DELETE", path)
+        return self._call("DELETE", path, query=self._why)
 
     def _call(
         self,

@@ -7,7 +7,7 @@ import typer
 
 from cli.client import JsonObject, segment
 from cli.failure import CommandFailure, ExitCode
-from cli.operator import Session, with_session
+from cli.operator import Session, with_change, with_session
 from cli.output import table
 from cli.paging import CursorOption, LimitOption, page_of, show_page
 
@@ -52,7 +52,7 @@ def _state(engine: JsonObject) -> str:
 
 
 @app.command("load")
-@with_session
+@with_change
 def load(
     session: Session,
     *,
@@ -79,14 +79,14 @@ def load(
 
 
 @app.command("unload")
-@with_session
+@with_change
 def unload(session: Session, engine: EngineArgument) -> None:
     """Drain an engine, stop it, and forget it."""
     _told(session, engine, session.api.post(f"engines/{segment(engine)}/unload"))
 
 
 @app.command("drain")
-@with_session
+@with_change
 def drain(
     session: Session,
     engine: EngineArgument,
@@ -100,7 +100,7 @@ def drain(
 
 
 @app.command("stop")
-@with_session
+@with_change
 def stop(session: Session, engine: EngineArgument) -> None:
     """Stop an engine at once."""
     _told(session, engine, session.api.post(f"engines/{segment(engine)}/stop"))

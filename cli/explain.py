@@ -12,6 +12,8 @@ from cli.operator import Session, with_session
 _MICRO_USD_PER_MILLI_USD = 1_000
 # What the columns of numbers take, and the mark of the winner.
 _NUMBERS_WIDTH = 66
+# Corrections nearer to 1 than this are noise.
+_CORRECTION_TOLD_MIN = 0.1
 
 # Column heads of the seven axes, short enough for 80 columns.
 _HEADS = {
@@ -53,6 +55,12 @@ def explanation(document: JsonObject, width: int) -> list[Any]:
             f"  {label} {escape(text)} ({candidate['gpu_type']}, {candidate['region']})"
             for label, text, candidate in zip(labels, names, candidates, strict=True)
         ]
+    parts += [
+        f"  ~ {label} is measured at {candidate['ttft_correction']:.2f} x its published time to the"
+        f" first token, {candidate['tpot_correction']:.2f} x per token"
+        for label, candidate in zip(labels, candidates, strict=True)
+        if _is_told(candidate)
+    ]
     parts += [
         f"  [red]x[/] {label} {_HEADS[axis['axis']]}: {escape(axis['objection'])}"
         for label, candidate in zip(labels, candidates, strict=True)
@@ -99,6 +107,12 @@ def _table(document: JsonObject, labels: list[str]) -> Table:
             style="bold green" if is_winner else "" if candidate["is_feasible"] else "dim",
         )
     return result
+
+
+def _is_told(candidate: JsonObject) -> bool:
+    """An engine that keeps to its published times needs no line."""
+    corrections = (candidate["ttft_correction"], candidate["tpot_correction"])
+    return any(abs(ratio - 1.0) >= _CORRECTION_TOLD_MIN for ratio in corrections)
 
 
 def _axis(view: JsonObject | None) -> str:

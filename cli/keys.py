@@ -6,7 +6,7 @@ import typer
 
 from cli.client import JsonObject, segment
 from cli.failure import CommandFailure, ExitCode
-from cli.operator import Session, with_session
+from cli.operator import Session, with_change, with_session
 from cli.output import instant, table
 from cli.paging import CursorOption, LimitOption, page_of, show_page
 
@@ -45,7 +45,7 @@ def list_keys(session: Session, limit: LimitOption = 50, cursor: CursorOption = 
 
 
 @app.command("create")
-@with_session
+@with_change
 def create_key(
     session: Session,
     tenant: Annotated[str | None, typer.Option("--tenant", help="A key of this tenant.")] = None,
@@ -73,7 +73,7 @@ def create_key(
 
 
 @app.command("limit")
-@with_session
+@with_change
 def limit_key(
     session: Session,
     key_id: Annotated[str, typer.Argument(metavar="KEY", help="Key id.")],
@@ -92,7 +92,7 @@ def limit_key(
 
 
 @app.command("revoke")
-@with_session
+@with_change
 def revoke_key(
     session: Session, key_id: Annotated[str, typer.Argument(metavar="KEY", help="Key id.")]
 ) -> None:

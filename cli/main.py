@@ -16,8 +16,10 @@ from cli import (
     engines,
     explain,
     keys,
+    model_choice,
     models,
     nodes,
+    plan,
     requests,
     serve,
     status,
@@ -28,6 +30,7 @@ from cli import (
 )
 from cli.demo import command as demo
 from cli.policy import command as policy
+from cli.simulate import command as simulate
 
 app = typer.Typer(
     name="headway",
@@ -58,12 +61,15 @@ for _name, _group in (
     ("workflows", workflows),
     ("requests", requests),
     ("commands", commands),
+    ("plan", plan),
     ("policy", policy),
     ("breaker", breakers),
     ("budgets", budgets),
+    ("model-choice", model_choice),
     ("audit", audit),
 ):
     app.add_typer(_group.app, name=_name, rich_help_panel=_OPERATION)
+app.add_typer(simulate.app, name="simulate", rich_help_panel=_OPERATION)
 app.command("version")(version.version)
 
 

@@ -7,7 +7,7 @@ import typer
 
 from cli.client import DATA_DIR, segment
 from cli.failure import CommandFailure, ExitCode
-from cli.operator import DataDirOption, JsonOption, Session, reported, with_session
+from cli.operator import DataDirOption, JsonOption, Session, reported, with_change, with_session
 from cli.output import Output, cell, instant, table
 from cli.paging import CursorOption, LimitOption, page_of, show_page
 
@@ -43,7 +43,7 @@ def list_nodes(session: Session, limit: LimitOption = 50, cursor: CursorOption =
 
 
 @app.command("cordon")
-@with_session
+@with_change
 def cordon(session: Session, node: NodeArgument) -> None:
     """Send nothing new to a node."""
     document = session.api.post(f"nodes/{segment(node)}/cordon")
@@ -51,7 +51,7 @@ def cordon(session: Session, node: NodeArgument) -> None:
 
 
 @app.command("uncordon")
-@with_session
+@with_change
 def uncordon(session: Session, node: NodeArgument) -> None:
     """Let a node take work again."""
     document = session.api.post(f"nodes/{segment(node)}/uncordon")
@@ -59,7 +59,7 @@ def uncordon(session: Session, node: NodeArgument) -> None:
 
 
 @app.command("drain")
-@with_session
+@with_change
 def drain(
     session: Session,
     node: NodeArgument,

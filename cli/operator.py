@@ -1,5 +1,5 @@
-"""Gives a command its operator client and output: adds --url, --key, --data-dir and --json, ends
-it with an exit code.
+"""Gives a command its operator client and output: adds --url, --key, --data-dir and --json, to one
+that changes something --reason too, and ends it with an exit code.
 """
 
 import inspect
@@ -27,6 +27,7 @@ DataDirOption = Annotated[
     Path, typer.Option("--data-dir", help="Folder of the local `headway up`.", file_okay=False)
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+ReasonOption = Annotated[str, typer.Option("--reason", help="Why; it stands in the audit log.")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,17 +40,35 @@ class Session:
 
 def with_session(function: Callable[Concatenate[Session, P], None]) -> Callable[..., None]:
     """Makes a command of a function whose first parameter is a Session."""
+    return _command(function, ())
 
+
+def with_change(function: Callable[Concatenate[Session, P], None]) -> Callable[..., None]:
+    """The same for a function that changes something: whoever runs it may say why."""
+    return _command(function, (("why", ReasonOption, ""),))
+
+
+def _command(
+    function: Callable[Concatenate[Session, P], None],
+    further: tuple[tuple[str, object, object], ...],
+) -> Callable[..., None]:
     @wraps(function)
     def command(
-        *args: Any, url: str | None, key: str | None, data_dir: Path, as_json: bool, **kwargs: Any
+        *args: Any,
+        url: str | None,
+        key: str | None,
+        data_dir: Path,
+        as_json: bool,
+        why: str = "",
+        **kwargs: Any,
     ) -> None:
-        with reported(), OperatorClient(*connection(url, key, data_dir)) as api:
+        with reported(), OperatorClient(*connection(url, key, data_dir), reason=why) as api:
             function(Session(api=api, out=Output(is_json=as_json)), *args, **kwargs)
 
     signature = inspect.signature(function, eval_str=True)
     _, *own = signature.parameters.values()
     options = (
+        *further,
         ("as_json", JsonOption, False),
         ("url", UrlOption, None),
         ("key", KeyOption, None),

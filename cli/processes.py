@@ -18,7 +18,7 @@ import httpx2
 import psutil
 
 from cli.client import OPERATOR_FILE, write_connection
-from controlplane.domain.catalog import OperatorRole
+from controlplane.domain.catalog import GpuType, Model, OperatorRole
 from controlplane.domain.errors import ConfigurationError
 from controlplane.domain.ids import TenantId
 from controlplane.embedded.lock import FolderLock
@@ -26,6 +26,7 @@ from controlplane.embedded.nats import EmbeddedNats, NatsUser, agent_user, contr
 from controlplane.embedded.postgres import EmbeddedPostgres
 from controlplane.embedded.process import kept_secret, write_private
 from controlplane.embedded.supervise import Child, Program, keep_alive
+from controlplane.scheduler.perf_model import flops_per_s
 from controlplane.store import keys, migrate
 from controlplane.store.catalog import apply_cluster
 from controlplane.store.cluster import ClusterDocument, EngineDocument, NodeDocument
@@ -245,8 +246,10 @@ class LocalCluster:
         return {
             "hbm_bytes": gpu_type.hbm_bytes,
             "bandwidth_bytes_per_s": gpu_type.bandwidth_bytes_per_s,
-            "flops_per_s": gpu_type.flops_per_s,
-            "parameters": model.parameters,
+            "flops_per_s": flops_per_s(
+                Model(**model.model_dump()), GpuType(**gpu_type.model_dump())
+            ),
+            "parameters": model.parameters_active or model.parameters,
             "layers": model.layers,
             "hidden_size": model.hidden_size,
             "weights_bytes": model.weights_bytes,

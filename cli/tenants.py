@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from cli.client import segment
-from cli.operator import Session, with_session
+from cli.operator import Session, with_change, with_session
 from cli.output import dollars, table
 from cli.paging import CursorOption, LimitOption, page_of, show_page
 
@@ -41,7 +41,7 @@ def list_tenants(session: Session, limit: LimitOption = 50, cursor: CursorOption
 
 
 @app.command("create")
-@with_session
+@with_change
 def create_tenant(
     session: Session,
     *,
@@ -68,7 +68,7 @@ def create_tenant(
 
 
 @app.command("budget")
-@with_session
+@with_change
 def set_budget(
     session: Session,
     tenant: TenantArgument,
@@ -84,7 +84,7 @@ def set_budget(
 
 
 @app.command("disable")
-@with_session
+@with_change
 def disable_tenant(session: Session, tenant: TenantArgument) -> None:
     """Refuse every further request of a tenant. Running ones finish."""
     document = session.api.patch(f"tenants/{segment(tenant)}", {"is_disabled": True})
@@ -92,7 +92,7 @@ def disable_tenant(session: Session, tenant: TenantArgument) -> None:
 
 
 @app.command("enable")
-@with_session
+@with_change
 def enable_tenant(session: Session, tenant: TenantArgument) -> None:
     """Let a disabled tenant in again."""
     document = session.api.patch(f"tenants/{segment(tenant)}", {"is_disabled": False})

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from cli.client import segment
-from cli.operator import Session, with_session
+from cli.operator import Session, with_change, with_session
 from cli.output import cell, dollars, instant, table
 from cli.paging import CursorOption, LimitOption, page_of, show_page
 
@@ -62,7 +62,7 @@ def show_workflow(session: Session, workflow: WorkflowArgument) -> None:
 
 
 @app.command("cancel")
-@with_session
+@with_change
 def cancel_workflow(session: Session, workflow: WorkflowArgument) -> None:
     """End a running workflow: its further calls are refused."""
     document = session.api.post(f"workflows/{segment(workflow)}/cancel")

@@ -28,11 +28,19 @@ from controlplane.runtime.admit import Gate
 from controlplane.runtime.agents import Agents
 from controlplane.runtime.credits import CreditKeeper
 from controlplane.runtime.decision_log import DecisionLog
+from controlplane.runtime.estimate_keeper import EstimateKeeper
 from controlplane.runtime.estimates import Estimates
 from controlplane.runtime.fleet_state import FleetState
 from controlplane.runtime.idempotency import Idempotency
 from controlplane.runtime.intake import Intake
-from controlplane.runtime.loops import Leadership, Loops
+from controlplane.runtime.loops import Leadership, Loops, every
+from controlplane.runtime.model_choices import CHOICE_INTERVAL_S, ModelChoices
+from controlplane.runtime.plan_moves import PlanMoves
+from controlplane.runtime.plan_view import PlanView
+from controlplane.runtime.plan_view import watch as watch_plan
+from controlplane.runtime.planner_loop import PlannerLoop, PlannerSettings, planner_loops
+from controlplane.runtime.planner_problem import Growth
+from controlplane.runtime.policy_compile import PolicyCompiler
 from controlplane.runtime.policy_state import PolicyState
 from controlplane.runtime.pool_loads import PoolLoads
 from controlplane.runtime.principals import Principals
@@ -83,6 +91,7 @@ async def _until_reachable(
     files: Mapping[str, str],
     where: str,
     metrics: Metrics,
+    compiler: PolicyCompiler,
 ) -> PolicyState:
     """Register, read the catalogue and the policies that rule, as soon as Postgres is there."""
     while True:
@@ -91,7 +100,12 @@ async def _until_reachable(
             fleet.use_catalog(await load_catalog(engine))
             fleet.use_overrides(await breakers.load(engine))
             return await PolicyState.start(
-                engine, files, where=where, replica_id=replica_id, metrics=metrics
+                engine,
+                files,
+                where=where,
+                replica_id=replica_id,
+                metrics=metrics,
+                compiler=compiler,
             )
         except StateUnavailable as error:
             log.warning("waiting_for_postgres", extra={"fields": {"why": str(error)}})
@@ -125,8 +139,17 @@ async def running_replica(settings: Settings) -> AsyncIterator[Replica]:
             engine_ramp_ms=settings.engine_ramp_s * 1000.0,
             pool_ramp_ms=settings.pool_ramp_s * 1000.0,
         )
+        compiler = PolicyCompiler()
+        stack.push_async_callback(compiler.end)
+        await compiler.start()
         policies = await _until_reachable(
-            engine, replica_id, fleet, files=files, where=_where(settings), metrics=metrics
+            engine,
+            replica_id,
+            fleet,
+            files=files,
+            where=_where(settings),
+            metrics=metrics,
+            compiler=compiler,
         )
 
         journal = Journal(database_url)
@@ -147,6 +170,10 @@ async def running_replica(settings: Settings) -> AsyncIterator[Replica]:
             wait_ms_max=settings.queue_wait_ms_max,
         )
         workflows, estimates = WorkflowStates(engine), Estimates()
+        workflows.on_ended = estimates.learn_workflow
+        sizes = EstimateKeeper(engine, estimates)
+        with contextlib.suppress(StateUnavailable):
+            await sizes.read_all()
         intake = Intake(
             replica_id=replica_id,
             fleet=fleet,
@@ -154,6 +181,14 @@ async def running_replica(settings: Settings) -> AsyncIterator[Replica]:
             estimates=estimates,
             policy_for=policies.policy_for,
             ruled=policies.shadow,
+        )
+        intake.generation = lambda: accounts.generation
+        choices = intake.choices = ModelChoices(
+            engine,
+            fleet=fleet,
+            policy_for=policies.policy_for,
+            policies=policies.ruling,
+            metrics=metrics,
         )
         loads = PoolLoads(fleet, policies.policy.bundle.admission)
         gate = Gate(
@@ -189,6 +224,34 @@ async def running_replica(settings: Settings) -> AsyncIterator[Replica]:
             replica_ttl_s=settings.replica_ttl_s,
             node_silence_ms_max=settings.node_silence_s_max * 1000.0,
         )
+        author = f"replica:{replica_id}"
+        plan_view = PlanView(
+            fleet,
+            stretch_ratio_min=lambda: policies.policy.bundle.admission.tpot_stretch_ratio_min,
+        )
+        watch_plan(metrics, plan_view)
+        planner = PlannerLoop(
+            engine=engine,
+            bus=bus,
+            fleet=fleet,
+            leader=leader,
+            view=plan_view,
+            metrics=metrics,
+            policy=lambda: policies.policy,
+            author=author,
+            settings=PlannerSettings(
+                interval_s=settings.planner_interval_s,
+                solve_s_max=settings.planner_solve_s_max,
+                growth=Growth(
+                    nodes_more_max=settings.planner_nodes_more_max,
+                    provision_s=settings.planner_provision_s,
+                ),
+            ),
+        )
+        stack.push_async_callback(planner.close)
+        plan_moves = PlanMoves(
+            engine=engine, fleet=fleet, leader=leader, metrics=metrics, author=author
+        )
         sweeper = Sweeper()
         upstream = Upstream(sweeper)
         stack.callback(upstream.close)
@@ -204,6 +267,9 @@ async def running_replica(settings: Settings) -> AsyncIterator[Replica]:
             journal=journal,
             bus=bus,
             leader=leader,
+            planner=planner,
+            plan_view=plan_view,
+            choices=choices,
         )
         idempotency = Idempotency(engine, replica_id)
         app = HotPath(
@@ -218,10 +284,21 @@ async def running_replica(settings: Settings) -> AsyncIterator[Replica]:
         async def converse() -> None:
             await bus.connect()
             await agents.join()
+            await plan_view.join(bus)
             await keeper.run(pump.offer)
 
         writer = asyncio.create_task(journal.run())
-        tasks = [asyncio.create_task(loop) for loop in (*loops.all(), sweeper.run(), converse())]
+        tasks = [
+            asyncio.create_task(loop)
+            for loop in (
+                *loops.all(),
+                *sizes.loops(),
+                *planner_loops(planner, plan_moves, plan_view),
+                every(CHOICE_INTERVAL_S, "model_choice", choices.refresh),
+                sweeper.run(),
+                converse(),
+            )
+        ]
         gc.collect()
         gc.freeze()
         gc.set_threshold(*GC_THRESHOLDS)
@@ -235,6 +312,7 @@ async def running_replica(settings: Settings) -> AsyncIterator[Replica]:
             await journal.drain(JOURNAL_DRAIN_S_MAX)
             await idempotency.drain(JOURNAL_DRAIN_S_MAX)
             with contextlib.suppress(StateUnavailable):
+                await sizes.share()
                 await accounts.surrender_all()
                 await replicas.retire(engine, replica_id)
             writer.cancel()
@@ -280,6 +358,7 @@ async def serve(settings: Settings) -> None:
             replica.app,
             replica.sweeper,
             replica.metrics,
+            new_id=replica.gate.new_id,
             host=settings.host,
             port=settings.port,
         )

@@ -14,10 +14,12 @@ from nats.errors import NoRespondersError
 from nats.js.api import (
     AckPolicy,
     ConsumerConfig,
+    DiscardPolicy,
     RetentionPolicy,
     StorageType,
     StreamConfig,
 )
+from nats.js.errors import NotFoundError
 
 from controlplane.domain.errors import BusUnavailable
 from dataplane.protocol import subjects
@@ -178,6 +180,49 @@ class Bus:
             )
         except (NatsError, TimeoutError) as error:
             raise BusUnavailable(f"command {command_id} was not stored: {error}") from error
+
+    async def ensure_control_stream(self) -> None:
+        """Create the stream that keeps the last plan and the last prices, when it is missing."""
+        jetstream = self._client.jetstream(timeout=REQUEST_TIMEOUT_S)
+        try:
+            await jetstream.add_stream(
+                StreamConfig(
+                    name=subjects.CONTROL_STREAM,
+                    subjects=[subjects.CONTROL_PLAN, subjects.CONTROL_PRICES],
+                    retention=RetentionPolicy.LIMITS,
+                    discard=DiscardPolicy.OLD,
+                    storage=StorageType.FILE,
+                    max_msgs_per_subject=1,
+                )
+            )
+        except (NatsError, TimeoutError) as error:
+            raise BusUnavailable(f"the stream of plans can not be made: {error}") from error
+
+    async def keep(self, subject: str, data: bytes) -> None:
+        """Tell subscribers, and keep it for those to come until the next one on the same subject.
+
+        Raises BusUnavailable when it was not stored.
+        """
+        if not self._client.is_connected:
+            raise BusUnavailable("the bus is not connected")
+        jetstream = self._client.jetstream(timeout=REQUEST_TIMEOUT_S)
+        try:
+            await jetstream.publish(subject, data, stream=subjects.CONTROL_STREAM)
+        except (NatsError, TimeoutError) as error:
+            raise BusUnavailable(f"{subject} was not stored: {error}") from error
+
+    async def last(self, subject: str) -> bytes | None:
+        """What was kept last on a subject, None when nothing was. Raises BusUnavailable."""
+        if not self._client.is_connected:
+            raise BusUnavailable("the bus is not connected")
+        jetstream = self._client.jetstream(timeout=REQUEST_TIMEOUT_S)
+        try:
+            found = await jetstream.get_last_msg(subjects.CONTROL_STREAM, subject)
+        except NotFoundError:
+            return None
+        except (NatsError, TimeoutError) as error:
+            raise BusUnavailable(f"no answer about {subject}: {error}") from error
+        return found.data
 
     async def _reconnected(self) -> None:
         log.info("bus_reconnected")

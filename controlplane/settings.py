@@ -33,5 +33,11 @@ class Settings(BaseSettings):
     queue_wait_ms_max: Annotated[int, Field(ge=0)] = 30_000
     budget_slice_micro_usd: Annotated[int, Field(gt=0)] = 100_000
     drain_s_max: Annotated[float, Field(ge=0)] = 30.0
+    # The planner of the fleet: time between two rounds, and the most that the solver may take of one.
+    planner_interval_s: Annotated[float, Field(gt=0)] = 10.0
+    planner_solve_s_max: Annotated[float, Field(gt=0, le=600)] = 4.0
+    # Nodes that an autoscaler may add to each shape of node. 0: the fleet is what it is, and is paid for.
+    planner_nodes_more_max: Annotated[int, Field(ge=0, le=1_000)] = 0
+    planner_provision_s: Annotated[float, Field(ge=0)] = 300.0
     trace_sample_ratio: Annotated[float, Field(ge=0, le=1)] = 0.01
     otlp_endpoint: Annotated[str, Field(validation_alias="OTEL_EXPORTER_OTLP_ENDPOINT")] = ""

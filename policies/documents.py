@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from enum import StrEnum
+from fnmatch import fnmatchcase
 from typing import Annotated, Final, Literal
 
 from pydantic import (
@@ -180,20 +181,23 @@ QUEUE_CLASSES: Final = {
 class Admission(_Document):
     """How calls wait and who is refused when capacity is short.
 
-    `order`: by the workflow's deadline, or by arrival. `tpot_stretch_ratio_max` and
+    `order`: by the workflow's deadline, or one of the others of `admission/order.py`. `tpot_stretch_ratio_max` and
     `tpot_stretch_ratio_min` bound how far calls in flight may stretch the time per token of an empty
     engine, at rest and under overload. `is_shedding: false` turns levels and commitments off.
     `is_bounding: false` leaves engines without a bound of ours on calls in flight. `queue_classes` are
-    the classes that rules can put a call into.
+    the classes that rules can put a call into. A tenant that was given more than another that waits goes
+    before it, if its deadlines say so, by `fairness_lead_calls` mean calls at most: few keep tenants
+    apart from each other, many carry more workflows to their end when there is not enough for all.
     """
 
     kind: Literal["admission"]
     version: Literal[1]
-    order: Literal["deadline", "arrival"] = "deadline"
+    order: Literal["deadline", "slack", "index", "plas", "arrival"] = "deadline"
     is_shedding: bool = True
     is_bounding: bool = True
     tpot_stretch_ratio_max: Annotated[float, Field(gt=1, le=10)] = 2.5
     tpot_stretch_ratio_min: Annotated[float, Field(gt=1, le=10)] = 1.5
+    fairness_lead_calls: Annotated[float, Field(ge=0, le=1_000_000)] = 4.0
     queue_classes: Annotated[dict[Name, QueueClass], Field(min_length=1, max_length=NAMES_MAX)] = (
         QUEUE_CLASSES
     )
@@ -395,7 +399,75 @@ class Rules(_Document):
         return self
 
 
-Document = Entitlements | TenantClasses | Scopes | SloDefaults | Admission | Rules
+LADDER_MODELS_MAX: Final = 6
+TRIES_MAX: Final = 4
+
+# A model's own name: a ladder's rungs are told one by one.
+ModelName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/:-]{0,254}$")]
+Ladder = Annotated[tuple[ModelName, ...], Field(min_length=1, max_length=LADDER_MODELS_MAX)]
+
+
+class ModelChoiceClass(_Document):
+    """A class of tasks, asked for as the model `auto:NAME`. `default` is what its tenants would use
+    without it, a model of the `ladder`.
+
+    The floor of success is `success_floor_ratio`; null is what the default alone reaches, less
+    `margin_ratio`. `outcomes_min` outcomes of a model must have been reported before it counts;
+    `explore_ratio` of the tasks try what is not known yet, `holdout_ratio` have the default. A task
+    has `tries_max` tries: workflows that name the failed one before them.
+    """
+
+    ladder: Name
+    default: ModelName
+    tenant_classes: Globs = ("*",)
+    tenants: Globs = ("*",)
+    success_floor_ratio: Annotated[float, Field(ge=0, le=1)] | None = None
+    margin_ratio: Annotated[float, Field(ge=0, le=0.5)] = 0.01
+    confidence_ratio: Annotated[float, Field(ge=0.5, lt=1)] = 0.9
+    outcomes_min: Annotated[int, Field(ge=1, le=100_000)] = 20
+    explore_ratio: Annotated[float, Field(ge=0, le=0.5)] = 0.2
+    holdout_ratio: Annotated[float, Field(ge=0, lt=0.5)] = 0.05
+    tries_max: Annotated[int, Field(ge=1, le=TRIES_MAX)] = 3
+
+    def is_for(self, tenant: str, tenant_class: str) -> bool:
+        """Whether a tenant may ask for it; its models have entitlements of their own."""
+        return any(fnmatchcase(tenant, glob) for glob in self.tenants) and any(
+            fnmatchcase(tenant_class, glob) for glob in self.tenant_classes
+        )
+
+
+class ModelChoice(_Document):
+    """Models chosen by outcomes. `ladders` have the cheapest model first; one can be asked for as the
+    model `ladder:NAME`, which climbs it without learning. Without this document nothing is chosen.
+    """
+
+    kind: Literal["model_choice"]
+    version: Literal[1]
+    is_enabled: bool = False
+    ladders: Annotated[dict[Name, Ladder], Field(max_length=NAMES_MAX)] = {}
+    classes: Annotated[dict[Name, ModelChoiceClass], Field(max_length=NAMES_MAX)] = {}
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> "ModelChoice":
+        for name, ladder in self.ladders.items():
+            if len(set(ladder)) < len(ladder):
+                msg = f"the ladder `{name}` names a model twice; a task tries each once"
+                raise ValueError(msg)
+        for name, of_class in self.classes.items():
+            rungs = self.ladders.get(of_class.ladder)
+            if rungs is None:
+                msg = f"the class `{name}` names the ladder `{of_class.ladder}`, which is not here"
+                raise ValueError(msg)
+            if of_class.default not in rungs:
+                msg = (
+                    f"the default model `{of_class.default}` of the class `{name}` is not on its"
+                    f" ladder `{of_class.ladder}`; add it there"
+                )
+                raise ValueError(msg)
+        return self
+
+
+Document = Entitlements | TenantClasses | Scopes | SloDefaults | Admission | ModelChoice | Rules
 
 DOCUMENTS: dict[str, type[Document]] = {
     "entitlements": Entitlements,
@@ -403,5 +475,6 @@ DOCUMENTS: dict[str, type[Document]] = {
     "scopes": Scopes,
     "slo_defaults": SloDefaults,
     "admission": Admission,
+    "model_choice": ModelChoice,
     "rules": Rules,
 }

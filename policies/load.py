@@ -21,6 +21,7 @@ from policies.documents import (
     Admission,
     Document,
     Entitlements,
+    ModelChoice,
     Rules,
     Scopes,
     SloDefaults,
@@ -34,8 +35,13 @@ FILE_BYTES_MAX: Final = 1024 * 1024
 ERRORS_TOLD_MAX: Final = 8
 
 _KINDS: Final = ", ".join(f"`{kind}`" for kind in DOCUMENTS)
-# Of these there is exactly one document in a bundle.
-_SINGLE_KINDS: Final = tuple(kind for kind in DOCUMENTS if kind != "rules")
+# Of these there is at most one document in a bundle.
+_OPTIONAL_KINDS: Final = ("model_choice",)
+# Of these there is exactly one.
+_SINGLE_KINDS: Final = tuple(
+    kind for kind in DOCUMENTS if kind != "rules" and kind not in _OPTIONAL_KINDS
+)
+NO_MODEL_CHOICE: Final = ModelChoice(kind="model_choice", version=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +72,7 @@ class Bundle:
     scopes: Scopes
     slo_defaults: SloDefaults
     admission: Admission
+    model_choice: ModelChoice = NO_MODEL_CHOICE
     rules: tuple[Rules, ...] = ()
     files: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
     report: Report = field(default=NOTHING_TRIED, repr=False, compare=False)
@@ -109,9 +116,10 @@ def files_of(folder: Path | None) -> dict[str, str]:
     return texts
 
 
-def bundle_of(files: Mapping[str, str], where: str = "") -> Bundle:
+def bundle_of(files: Mapping[str, str], where: str = "", *, report: Report | None = None) -> Bundle:
     """The bundle of documents given as texts by file name; `where` they are from is told in errors.
 
+    `report` is what trying the rules of the very same files out has told; without one that is done here.
     Raises ConfigurationError.
     """
     prefix = f"{where}/" if where else ""
@@ -145,8 +153,11 @@ def bundle_of(files: Mapping[str, str], where: str = "") -> Bundle:
     assert isinstance(scopes, Scopes)
     assert isinstance(slo_defaults, SloDefaults)
     assert isinstance(admission, Admission)
+    choice = single["model_choice"].document if "model_choice" in single else NO_MODEL_CHOICE
+    assert isinstance(choice, ModelChoice)
     named = [rules[name] for name in sorted(rules)]
-    report = _checked(named, admission)
+    if report is None:
+        report = _checked(named, admission)
     documents = [source.document for source in [*single.values(), *named]]
     return Bundle(
         revision=_revision(documents),
@@ -155,6 +166,7 @@ def bundle_of(files: Mapping[str, str], where: str = "") -> Bundle:
         scopes=scopes,
         slo_defaults=slo_defaults,
         admission=admission,
+        model_choice=choice,
         rules=_rules_of(named),
         files=dict(files),
         report=report,

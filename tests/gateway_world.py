@@ -677,7 +677,7 @@ async def running(
     )
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
-    server = make_server(hot_path, sweeper, metrics, host="127.0.0.1", port=0)
+    server = make_server(hot_path, sweeper, metrics, new_id=gate.new_id, host="127.0.0.1", port=0)
     serving = asyncio.ensure_future(server.serve(sockets=[listener]))
     sweeping = asyncio.ensure_future(sweeper.run())
     while not server.started:

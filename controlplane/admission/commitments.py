@@ -7,6 +7,9 @@ earliest deadline first meets every deadline (the density test of real-time sche
 would push the sum above is not begun. Knows no clock.
 """
 
+# What runs for every workflow at every tick compares instead of calling max() and min().
+# ruff: noqa: PLR1730
+
 from dataclasses import dataclass
 from typing import Final
 
@@ -96,12 +99,18 @@ class Commitment:
 
     def seats(self, now_ms: int) -> float:
         """Seats needed on average from now on: work over the time for it, between none and `lanes`."""
-        left_ms = self.deadline_ms - now_ms
-        if left_ms <= 0 or now_ms - self.last_ms > self.idle_ms_max:
+        time_ms: float = self.deadline_ms - now_ms
+        if time_ms <= 0 or now_ms - self.last_ms > self.idle_ms_max:
             return 0.0
-        alone_ms = self.work_ms / self.lanes + self.pauses_ms
-        time_ms = min(left_ms, PATIENCE_RATIO_MAX * alone_ms) - self.pauses_ms
-        return min(float(self.lanes), self.work_ms / max(time_ms, 1.0))
+        lanes, work_ms, pauses_ms = self.lanes, self.work_ms, self.pauses_ms
+        patience_ms = PATIENCE_RATIO_MAX * (work_ms / lanes + pauses_ms)
+        if patience_ms < time_ms:
+            time_ms = patience_ms
+        time_ms -= pauses_ms
+        if time_ms < 1.0:
+            time_ms = 1.0
+        seats = work_ms / time_ms
+        return seats if seats < lanes else float(lanes)
 
 
 class Commitments:
@@ -148,17 +157,21 @@ class Commitments:
 
     def tick(self, now_ms: int) -> None:
         """Sum up anew: time has passed, deadlines have come. Bounded by the number of workflows."""
-        self._seats = {}
-        self.shares.forget_seats()
+        by_priority: dict[int, float] = {}
+        by_tenant: dict[str, float] = {}
         ended: list[str] = []
         for key, commitment in self._by_key.items():
             seats = commitment.seats(now_ms)
             if seats <= 0.0:
                 ended.append(key)
-            else:
-                self._add(commitment, seats)
+                continue
+            priority, tenant = commitment.priority, commitment.tenant
+            by_priority[priority] = by_priority.get(priority, 0.0) + seats
+            by_tenant[tenant] = by_tenant.get(tenant, 0.0) + seats
         for key in ended:
             del self._by_key[key]
+        self._seats = by_priority
+        self.shares.use_seats(by_tenant)
         self.shares.tick(now_ms)
 
     def _add(self, commitment: Commitment, seats: float) -> None:

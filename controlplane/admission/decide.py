@@ -5,10 +5,12 @@ Whether a workflow may begin at all is `load.py`, and for how long a call waits 
 The order is policy: the first that objects names the reason.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
 from controlplane.admission.snapshot import Snapshot
+from controlplane.domain.catalog import Role
 from controlplane.domain.decision import (
     Admit,
     Decision,
@@ -17,7 +19,7 @@ from controlplane.domain.decision import (
     Reason,
     Refuse,
 )
-from controlplane.domain.fleet import fits
+from controlplane.domain.fleet import EngineRow, fits
 from controlplane.domain.request import Request
 from controlplane.reliability.deadlines import remaining_ms
 from controlplane.scheduler.axes.agentic_scope import is_within_fan_out
@@ -25,7 +27,12 @@ from controlplane.scheduler.axes.gpu_type import is_allowed
 from controlplane.scheduler.axes.tenant_priority import may_take_seat
 from controlplane.scheduler.axes.workflow import HOME_RECOMPUTE_FACTOR
 from controlplane.scheduler.legs import WHOLE
-from controlplane.scheduler.perf_model import kv_tokens_needed, sequences_on, uncached_prefill_ms
+from controlplane.scheduler.perf_model import (
+    Forecast,
+    kv_tokens_needed,
+    sequences_on,
+    uncached_prefill_ms,
+)
 from controlplane.scheduler.place import place
 from policies.evaluate import Terms
 
@@ -33,16 +40,30 @@ from policies.evaluate import Terms
 HOME_WAIT_RATIO_MAX: Final = 0.5
 
 
-def decide(request: Request, snapshot: Snapshot, terms: Terms, now_ms: int) -> Decision:
-    """Admit with a placement, queue, or refuse with a reason and what the caller can do."""
+def prepared(request: Request, terms: Terms, now_ms: int) -> Request | Refuse:
+    """The call as it may be placed, or what speaks against it wherever it would run."""
     refusal = _rules_out(request, terms, now_ms)
     if refusal is not None:
         return refusal
     if not terms.may_disaggregate and not request.is_single_engine:
-        request = replace(request, is_single_engine=True)
-    if waits_for_home(request, snapshot, now_ms):
-        return Queue(Reason.QUEUE_FULL)
-    outcome = place(request, snapshot.rows, snapshot.cached, now_ms)
+        return replace(request, is_single_engine=True)
+    return request
+
+
+def decide(request: Request, snapshot: Snapshot, terms: Terms, now_ms: int) -> Decision:
+    """Admit with a placement, queue, or refuse with a reason and what the caller can do."""
+    ready = prepared(request, terms, now_ms)
+    if isinstance(ready, Refuse):
+        return ready
+    request = ready
+    home = _home(request, snapshot.rows)
+    rows = snapshot.rows
+    if home is not None:
+        if waits_for_home(request, home, snapshot.cached, now_ms):
+            return Queue(Reason.QUEUE_FULL)
+        if stays_home(request, home, snapshot.cached, now_ms):
+            rows = tuple(row for row in rows if row is home or row.role is Role.PREFILL)
+    outcome = place(request, rows, snapshot.cached, now_ms)
     if isinstance(outcome, Placement):
         return Admit(outcome)
     if outcome.is_transient:
@@ -50,32 +71,69 @@ def decide(request: Request, snapshot: Snapshot, terms: Terms, now_ms: int) -> D
     return Refuse(outcome.reason, outcome.detail, outcome.retry_after_ms)
 
 
-def waits_for_home(request: Request, snapshot: Snapshot, now_ms: int) -> bool:
-    """Whether a call is better off waiting for the engine that holds its context than on another one.
-
-    As long as it has waited less than HOME_RECOMPUTE_FACTOR times what computing the context anew takes,
-    and the deadline leaves time for that: going elsewhere early costs every later step its cache
-    (a fifth of bounded agents' workflows was lost at a factor of 1, simulated).
-    """
-    home = request.home
-    if home is None:
-        return False
-    row = next((row for row in snapshot.rows if row.engine_id == home), None)
+def _home(request: Request, rows: tuple[EngineRow, ...]) -> EngineRow | None:
+    """The engine that holds the context of the call's workflow, if it takes calls."""
+    if request.home is None or request.workflow is None:
+        return None
+    row = next((row for row in rows if row.engine_id == request.home), None)
     if row is None or not row.is_accepting or row.is_suspect or not is_allowed(request, row):
-        return False
-    cached = snapshot.cached.get(row.index, 0)
-    needed = kv_tokens_needed(request, cached, WHOLE)
-    has_room = fits(row, needed, now_ms, request.is_preferred)
-    if has_room and may_take_seat(request, row, sequences_on(row)):
-        return False
-    if now_ms >= row.credits_expire_ms or row.seats_bound <= 0:
-        return False
-    anew_ms = uncached_prefill_ms(request, row, 0) - uncached_prefill_ms(request, row, cached)
-    patience_ms = min(
-        HOME_RECOMPUTE_FACTOR * anew_ms,
-        HOME_WAIT_RATIO_MAX * remaining_ms(request.deadline_ms, request.arrival_ms),
+        return None
+    return row
+
+
+def _has_room(request: Request, home: EngineRow, cached_tokens: int, now_ms: int) -> bool:
+    sequences = sequences_on(home)
+    needed = kv_tokens_needed(request, cached_tokens, WHOLE, sequences)
+    return fits(home, needed, now_ms, request.is_preferred) and may_take_seat(
+        request, home, sequences
     )
-    return now_ms - request.arrival_ms < patience_ms
+
+
+def _patience_ms(request: Request, home: EngineRow, cached_tokens: int) -> float:
+    """How long a call had better wait for its home: HOME_RECOMPUTE_FACTOR times what computing the context
+    anew takes, and no longer than the deadline leaves time for.
+
+    Going elsewhere early costs every later step its cache (a fifth of bounded agents' workflows was lost
+    at a factor of 1, simulated).
+    """
+    anew_ms = uncached_prefill_ms(request, home, 0)
+    anew_ms -= uncached_prefill_ms(request, home, cached_tokens)
+    given_ms = remaining_ms(request.deadline_ms, request.arrival_ms)
+    return min(HOME_RECOMPUTE_FACTOR * anew_ms, HOME_WAIT_RATIO_MAX * given_ms)
+
+
+def home_until_ms(request: Request, snapshot: Snapshot) -> float:
+    """Until when a call waits for its home at the most, 0 without one: who asks again before then, while the
+    home has no seat, need not ask at all.
+    """
+    home = _home(request, snapshot.rows)
+    if home is None:
+        return 0.0
+    return request.arrival_ms + _patience_ms(request, home, snapshot.cached.get(home.index, 0))
+
+
+def waits_for_home(
+    request: Request, home: EngineRow, cached: Mapping[int, int], now_ms: int
+) -> bool:
+    """Whether a call is better off waiting for its home, which is full, than on another engine."""
+    tokens = cached.get(home.index, 0)
+    if _has_room(request, home, tokens, now_ms):
+        return False
+    if now_ms >= home.credits_expire_ms or home.seats_bound <= 0:
+        return False
+    return now_ms - request.arrival_ms < _patience_ms(request, home, tokens)
+
+
+def stays_home(request: Request, home: EngineRow, cached: Mapping[int, int], now_ms: int) -> bool:
+    """Whether a call goes home without a look at other engines: it has room, and the first token would
+    come there within the time that is worth waiting for it.
+    """
+    tokens = cached.get(home.index, 0)
+    if not _has_room(request, home, tokens, now_ms):
+        return False
+    forecast = Forecast(request, home, tokens, now_ms, WHOLE, 0.0)
+    queued_ms = now_ms - request.arrival_ms + forecast.ttft_ms - forecast.prefill_ms
+    return queued_ms < _patience_ms(request, home, tokens)
 
 
 def _rules_out(request: Request, terms: Terms, now_ms: int) -> Refuse | None:

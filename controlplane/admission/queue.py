@@ -12,7 +12,8 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Final, Generic, Literal, TypeVar
+from heapq import nsmallest
+from typing import Final, Generic, TypeVar
 
 from controlplane.admission.displace import Displaceable
 from controlplane.admission.fairness import (
@@ -24,6 +25,7 @@ from controlplane.admission.fairness import (
     Turn,
     service_tokens,
 )
+from controlplane.admission.order import WEIGHT_MIN, Order, turn_of
 from controlplane.admission.predict import DrainRate
 from controlplane.domain.decision import Reason
 from controlplane.domain.ids import ModelName, RequestId
@@ -33,14 +35,8 @@ CALLS_MAX: Final = 4_096
 BYTES_MAX: Final = 256 * 1024 * 1024
 # Later steps of begun workflows may pass both bounds by this much.
 BEGUN_RATIO: Final = 1.25
-WEIGHT_MIN: Final = 0.01
 QUEUE_CLASS: Final = "standard"
 CLASS_WEIGHT: Final = 1.0
-# A call's turn comes at the latest when it has waited this many times what its SLO class thinks serving
-# it takes, however far its deadline is and however little it weighs. Generous: where it bounds most of
-# what waits, the order is that of arrival, which wastes an overloaded pool.
-STARVATION_RATIO: Final = 30.0
-SERVICE_MS_MIN: Final = 1_000
 # Most calls that one arrival may displace, when it is larger than the newest of those worth less.
 EVICTIONS_MAX: Final = 16
 # The measured rate may double: only what would be late at this part of the wait is called late.
@@ -50,7 +46,6 @@ RETRY_MS_MAX: Final = 60_000
 # Told when a pool's rate is not known yet.
 RETRY_MS_UNKNOWN: Final = 2_000
 
-Order = Literal["deadline", "arrival"]
 
 _T = TypeVar("_T")
 
@@ -110,21 +105,6 @@ class Charge:
     key: FlowKey
     tokens: int
     weight: float
-
-
-def turn_ms(request: Request) -> float:
-    """When a call's turn comes among its tenant's, in ms; smaller goes first.
-
-    Arrival and the time given until the workflow's deadline, divided by the weight: of two calls with
-    equal deadlines the heavier goes first. No call's turn is later than STARVATION_RATIO times what
-    its SLO class thinks serving it takes.
-    """
-    given_ms = max(0, request.workflow_deadline_ms - request.arrival_ms)
-    service_ms = request.ttft_ms_max + request.completion_tokens_expected * request.tpot_ms_max
-    return request.arrival_ms + min(
-        given_ms / max(request.weight, WEIGHT_MIN),
-        STARVATION_RATIO * max(SERVICE_MS_MIN, service_ms),
-    )
 
 
 class _Class(FairFlows["_Entry[_T]"], Generic[_T]):
@@ -245,10 +225,14 @@ class WaitingQueue(Generic[_T]):
         pool = self._pools.get(model)
         return 0 if pool is None else len(pool.waiting)
 
-    def use_rules(self, order: Order, class_weights: Mapping[str, float]) -> None:
-        """Go by other rules from now on; what waits is put in order anew."""
-        if order == self._order and class_weights == self._class_weights:
+    def use_rules(
+        self, order: Order, class_weights: Mapping[str, float], leeway: Leeway | None = None
+    ) -> None:
+        """Go by other rules from now on (`leeway` None: as before); what waits is put in order anew."""
+        leeway = leeway or self._leeway
+        if order == self._order and class_weights == self._class_weights and leeway == self._leeway:
             return
+        self._leeway = leeway
         self._order = order
         self._class_weights = dict(class_weights)
         for entry in self._entries.values():
@@ -365,6 +349,14 @@ class WaitingQueue(Generic[_T]):
 
     # ------------------------------------------------------------ what it can tell
 
+    def soonest(self, model: ModelName, count: int) -> list[Waiting[_T]]:
+        """The calls of a model that are due first, at most `count`, whatever fairness makes of their order."""
+        pool = self._pools.get(model)
+        if pool is None:
+            return []
+        entries = nsmallest(count, pool.waiting.values(), key=_due)
+        return [entry.item for entry in entries]
+
     def position(self, request_id: RequestId) -> int | None:
         """About the how manieth of its model a call is, from 1; None when it does not wait for its turn.
 
@@ -431,7 +423,7 @@ class WaitingQueue(Generic[_T]):
         return "" if self._order == "arrival" else request.tenant
 
     def _turn_ms(self, request: Request) -> float:
-        return request.arrival_ms if self._order == "arrival" else turn_ms(request)
+        return turn_of(request, self._order)
 
     def _has_room(self, item: Waiting[_T], ratio: float) -> bool:
         return (
@@ -624,6 +616,10 @@ class WaitingQueue(Generic[_T]):
             if each is not mine and each.count:
                 ahead += min(each.count, int(rank * each.weight / mine.weight))
         return ahead
+
+
+def _due(entry: _Entry[_T]) -> tuple[float, int]:
+    return (0.0, 0) if entry.turn is None else (entry.turn.due_ms, entry.sequence)
 
 
 def _class_turn(queue_class: _Class[_T]) -> tuple[float, str]:

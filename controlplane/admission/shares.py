@@ -4,6 +4,7 @@ Max-min over the seats that are promised: who has less than its part goes before
 that is not asked for is free for the others. Knows no clock.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -47,10 +48,10 @@ class Shares:
         if known is not None:
             known.seats = max(0.0, known.seats + seats)
 
-    def forget_seats(self) -> None:
-        """Before they are all summed up anew."""
-        for asking in self._tenants.values():
-            asking.seats = 0.0
+    def use_seats(self, by_tenant: Mapping[str, float]) -> None:
+        """All seats summed up anew: differences of floats drift."""
+        for tenant, asking in self._tenants.items():
+            asking.seats = by_tenant.get(tenant, 0.0)
 
     def seats(self, tenant: str) -> float:
         known = self._tenants.get(tenant)

@@ -9,8 +9,9 @@ from fastapi.openapi.utils import get_openapi
 from controlplane.api import failures, health
 from controlplane.api.limits import BodyLimit
 from controlplane.api.operator import router as operator_router
+from controlplane.api.request_ids import RequestIds
 from controlplane.api.services import Services
-from controlplane.api.tenant import workflows
+from controlplane.api.tenant import model_choice, workflows
 from controlplane.telemetry.exposition import Exposition
 
 _DESCRIPTION = (
@@ -32,8 +33,10 @@ def create_app(services: Services) -> FastAPI:
     app.state.services = services
     app.state.exposition = Exposition(services.metrics)
     app.add_middleware(BodyLimit)
+    app.add_middleware(RequestIds, new_id=services.gate.new_id)
     failures.install(app)
     app.include_router(workflows.router)
+    app.include_router(model_choice.router)
     app.include_router(operator_router)
     app.include_router(health.router)
     app.openapi = lambda: _document(app)  # type: ignore[method-assign]

@@ -9,6 +9,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
+from controlplane.api.request_ids import lines_of
 from controlplane.domain.decision import Reason, Refuse
 from controlplane.domain.errors import ConfigurationError, Refused, StateUnavailable
 from controlplane.store.paging import BadCursor
@@ -88,7 +89,10 @@ async def _framework(request: Request, error: Exception) -> Response:
             return response_of(Refuse(Reason.INTERNAL_ERROR, str(error.detail)))
 
 
-async def _broken(_: Request, error: Exception) -> Response:
+async def _broken(request: Request, error: Exception) -> Response:
     return response_of(
-        Refuse(Reason.INTERNAL_ERROR, f"an unexpected {type(error).__name__}; see the server's log")
+        Refuse(
+            Reason.INTERNAL_ERROR, f"an unexpected {type(error).__name__}; see the server's log"
+        ),
+        lines_of(request.scope),
     )

@@ -6,17 +6,20 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Annotated, cast
 
-from fastapi import Depends, Request, Security
+from fastapi import Depends, Query, Request, Security
 from fastapi.security import HTTPBearer
 
 from controlplane.api.services import Services
+from controlplane.api.shapes import Text
 from controlplane.domain.catalog import OperatorRole, Principal
 from controlplane.domain.decision import Reason, Refuse
 from controlplane.domain.errors import Refused
 from controlplane.domain.ids import KeyId
 from controlplane.store import keys
+from controlplane.store.audit import Change
 
 KEY_CHARACTERS_MAX = 256
+REASON_CHARACTERS_MAX = 500
 
 # Each role may do what the ones before it may.
 _RANKS = {OperatorRole.VIEWER: 0, OperatorRole.OPERATOR: 1, OperatorRole.ADMIN: 2}
@@ -33,6 +36,11 @@ _operator_scheme = HTTPBearer(
 class Operator:
     key_id: KeyId
     role: OperatorRole
+
+    @property
+    def actor(self) -> str:
+        """As the audit log names who changed something."""
+        return f"key:{self.key_id}"
 
 
 def services_of(request: Request) -> Services:
@@ -99,3 +107,26 @@ def operator_with(role: OperatorRole) -> Callable[..., Awaitable[Operator]]:
 ViewerDep = Annotated[Operator, Depends(operator_with(OperatorRole.VIEWER))]
 OperatorDep = Annotated[Operator, Depends(operator_with(OperatorRole.OPERATOR))]
 AdminDep = Annotated[Operator, Depends(operator_with(OperatorRole.ADMIN))]
+
+
+Why = Annotated[
+    Text,
+    Query(
+        alias="reason",
+        max_length=REASON_CHARACTERS_MAX,
+        description="Why: it stands in the audit log.",
+    ),
+]
+
+
+async def _operators_change(operator: OperatorDep, why: Why = "") -> Change:
+    return Change(actor=operator.actor, reason=why)
+
+
+async def _admins_change(operator: AdminDep, why: Why = "") -> Change:
+    return Change(actor=operator.actor, reason=why)
+
+
+# A change by an operator of this role or above, with the reason that the query gives.
+OperatorChangeDep = Annotated[Change, Depends(_operators_change)]
+AdminChangeDep = Annotated[Change, Depends(_admins_change)]

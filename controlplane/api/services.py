@@ -14,6 +14,9 @@ from controlplane.domain.ids import ReplicaId
 from controlplane.runtime.admit import Gate
 from controlplane.runtime.fleet_state import FleetState
 from controlplane.runtime.loops import Leadership
+from controlplane.runtime.model_choices import ModelChoices
+from controlplane.runtime.plan_view import PlanView
+from controlplane.runtime.planner_loop import PlannerLoop
 from controlplane.store.journal import Journal
 from controlplane.telemetry.metrics import Metrics
 
@@ -32,5 +35,8 @@ class Services:
     metrics: Metrics
     bus: Bus
     leader: Leadership
+    planner: PlannerLoop
+    plan_view: PlanView
+    choices: ModelChoices
     replica_id: ReplicaId
     explain: Callable[[str], Explanation | None]

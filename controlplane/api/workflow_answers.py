@@ -11,12 +11,27 @@ from controlplane.domain.errors import Refused
 from controlplane.domain.ids import TenantId, WorkflowId
 from controlplane.domain.outcome import WorkflowState
 from controlplane.store import workflows
+from controlplane.store.audit import Change
 from controlplane.store.workflows import WorkflowConflict, WorkflowRecord
+
+
+class RetryAnswer(Answer):
+    """What a workflow with this one as `retry_of` would have as its model, and whether it pays.
+
+    `success_ratio` is how likely it is to succeed, `usd` what it costs, null when that is not known.
+    """
+
+    model: str
+    is_advised: bool
+    success_ratio: float | None
+    usd: float | None
 
 
 class WorkflowAnswer(Answer):
     """Money in micro-dollars. `budget_micro_usd` is null when only the tenant's budget bounds the
-    workflow.
+    workflow. `model` is what its calls get that name `asked_model`; null: they name their own.
+    `retry` is told to its tenant, one workflow at a time, when it failed and a further model of its
+    choice is left to try.
     """
 
     object: Literal["workflow"] = "workflow"
@@ -34,6 +49,10 @@ class WorkflowAnswer(Answer):
     ended_at: datetime | None
     budget_micro_usd: int | None
     spent_micro_usd: int
+    asked_model: str | None
+    model: str | None
+    retry_of: str | None
+    retry: RetryAnswer | None = None
 
 
 def answer(record: WorkflowRecord) -> WorkflowAnswer:
@@ -52,6 +71,9 @@ def answer(record: WorkflowRecord) -> WorkflowAnswer:
         ended_at=record.ended_at,
         budget_micro_usd=record.budget_limit_micro_usd,
         spent_micro_usd=record.spent_micro_usd,
+        asked_model=record.asked_model,
+        model=record.model,
+        retry_of=record.retry_of,
     )
 
 
@@ -65,12 +87,13 @@ async def end_workflow(
     tenant: TenantId | None,
     state: WorkflowState,
     detail: str,
+    by: Change | None = None,
 ) -> WorkflowRecord:
-    """The workflow, ended in `state` now or before.
+    """The workflow, ended in `state` now or before. `by` names an operator who ends it.
 
     Raises Refused when it is unknown or ended otherwise.
     """
-    ended = await workflows.end(services.engine, WorkflowId(workflow_id), tenant, state, detail)
+    ended = await workflows.end(services.engine, WorkflowId(workflow_id), tenant, state, detail, by)
     match ended:
         case None:
             raise not_found(workflow_id)

@@ -42,7 +42,10 @@ class OperatorRole(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuType:
-    """One kind of accelerator. Rates are per GPU: bytes/s, dense bf16 FLOP/s, micro-dollars/hour."""
+    """One kind of accelerator. Rates are per GPU: bytes/s, dense bf16 FLOP/s, micro-dollars/hour.
+
+    `fp8_flops_per_s` and `fp4_flops_per_s` are dense too, 0 where the GPU has no such units.
+    """
 
     name: GpuTypeName
     hbm_bytes: int
@@ -51,11 +54,19 @@ class GpuType:
     price_micro_usd_per_hour: int
     price_source: str
     price_date: str
+    fp8_flops_per_s: float = 0.0
+    fp4_flops_per_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """A served model. KV and weights in bytes, prices in micro-dollars per million tokens."""
+    """A served model. KV and weights in bytes, prices in micro-dollars per million tokens.
+
+    In a mixture of experts a token uses `parameters_active` of all `parameters` and
+    `experts_active` of the `experts` of a layer, which hold `expert_weights_bytes` of the weights in
+    all; 0 for a dense model. `kv_heads` is over how many GPUs the KV of a token can be split (1 for
+    latent attention), 0 when nothing is said: over any number.
+    """
 
     name: ModelName
     parameters: int
@@ -68,6 +79,11 @@ class Model:
     price_prompt_micro_usd_per_mtok: int
     price_cached_micro_usd_per_mtok: int
     price_completion_micro_usd_per_mtok: int
+    parameters_active: int = 0
+    experts: int = 0
+    experts_active: int = 0
+    expert_weights_bytes: int = 0
+    kv_heads: int = 0
 
     def cost_micro_usd(self, *, prompt: int, cached: int, completion: int) -> int:
         """What a tenant pays for a call; `cached` counts the part of `prompt` that was reused."""

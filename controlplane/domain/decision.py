@@ -112,7 +112,11 @@ class AxisView:
 
 @dataclass(frozen=True, slots=True)
 class CandidateView:
-    """One candidate of a past decision. A pair is shown with its prefill engine."""
+    """One candidate of a past decision. A pair is shown with its prefill engine.
+
+    `ttft_correction` and `tpot_correction` say how much longer than published its engines were
+    measured to take, which the predictions hold already.
+    """
 
     decode: str
     prefill: str | None
@@ -124,6 +128,8 @@ class CandidateView:
     e2e_ms_predicted: float
     cost_micro_usd: float
     is_feasible: bool
+    ttft_correction: float = 1.0
+    tpot_correction: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

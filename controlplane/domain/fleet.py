@@ -4,15 +4,34 @@ Rows are plain slotted objects because the decision walks them for every request
 `runtime/fleet_state.py` writes to them; everything else reads.
 """
 
-from typing import Final
+from typing import Final, NamedTuple
 from zlib import crc32
 
 from controlplane.domain.catalog import Role
 from controlplane.domain.ids import EngineId, GpuTypeName, ModelName, NodeId, RegionName
 
+
+class Rates(NamedTuple):
+    """How fast an engine is, in milliseconds, as the decision reads it: products, corrected.
+
+    `ttft_correction` and `tpot_correction` say how much longer than published a common call takes by
+    these rates, for people to read: nothing multiplies by them.
+    """
+
+    prefill_base_ms: float
+    prefill_ms_per_token: float
+    prefill_ms_per_token_sq: float
+    decode_ms_base: float
+    decode_ms_per_seq: float
+    decode_ms_per_kv_token: float
+    ttft_correction: float
+    tpot_correction: float
+
+
 # Values of the fields that reports and commitments change, in the order of `EngineRow.dynamic`.
 Dynamic = tuple[
-    bool, bool, bool, int, int, int, float, int, int, int, int, int, int, int, int, int, int, float
+    bool, bool, bool, int, int, int, Rates, int, int, int, int, int, int, int, int, int, int, float,
+    int, int, float, float, float, float, float, float,
 ]  # fmt: skip
 
 # `EngineRow.seats_bound` where nothing bounds the calls in flight but credits.
@@ -28,10 +47,18 @@ class EngineRow:
     `seats_bound` is the most calls that this replica keeps in flight there, for pace and for health, and
     `seats_over` how many more a preferred call may make them, where only pace is in the way;
     `attempts_expected` how often a call must be sent there until it succeeds, by its latest failures.
+    `sleep_level` is 0 (awake), 1 (weights in host memory) or 2 (weights dropped, the process lives);
+    `warm_up_ms` passes until a cold engine answers, and `calls_per_load` is how many calls are expected to
+    share that. Flows are the workflows and calls that live there: one millisecond more for each of them
+    is worth `flows_micro_usd_per_s` / 1000, and they make a step longer by `flows_ms_per_step` on average.
+    `bid_micro_usd` is what a call that finds no seat there is worth, `offered_ratio` how full the engine
+    is found by those that come.
     """
 
     __slots__ = (
         "attempts_expected",
+        "bid_micro_usd",
+        "calls_per_load",
         "context_tokens_max",
         "credits_epoch",
         "credits_expire_ms",
@@ -39,6 +66,8 @@ class EngineRow:
         "decode_ms_per_kv_token",
         "decode_ms_per_seq",
         "engine_id",
+        "flows_micro_usd_per_s",
+        "flows_ms_per_step",
         "generation",
         "gpu_bit",
         "gpu_type",
@@ -55,10 +84,12 @@ class EngineRow:
         "micro_usd_per_ms",
         "model",
         "node_id",
+        "offered_ratio",
         "prefill_base_ms",
         "prefill_ms_per_token",
         "prefill_ms_per_token_sq",
         "prefill_tokens_pending",
+        "rates",
         "region",
         "region_bit",
         "role",
@@ -68,9 +99,12 @@ class EngineRow:
         "seats_lent",
         "seats_over",
         "seats_taken",
+        "sleep_level",
         "tie_seed",
+        "tpot_correction",
         "ttft_correction",
         "waiting",
+        "warm_up_ms",
     )  # fmt: skip
 
     def __init__(
@@ -129,6 +163,17 @@ class EngineRow:
         self.waiting = 0
         self.kv_tokens_used = 0
         self.ttft_correction = 1.0
+        self.tpot_correction = 1.0
+        self.rates = Rates(
+            prefill_base_ms,
+            prefill_ms_per_token,
+            prefill_ms_per_token_sq,
+            decode_ms_base,
+            decode_ms_per_seq,
+            decode_ms_per_kv_token,
+            1.0,
+            1.0,
+        )
         self.seats_lent = 0
         self.kv_tokens_lent = 0
         self.credits_expire_ms = 0
@@ -139,6 +184,25 @@ class EngineRow:
         self.seats_bound = SEATS_UNBOUNDED
         self.seats_over = 0
         self.attempts_expected = 1.0
+        self.sleep_level = 0
+        self.warm_up_ms = load_ms
+        self.calls_per_load = 1.0
+        self.flows_micro_usd_per_s = 0.0
+        self.flows_ms_per_step = 0.0
+        self.bid_micro_usd = 0.0
+        self.offered_ratio = 0.0
+
+    def use_rates(self, rates: Rates) -> None:
+        """Take corrected rates. The axes read plain members, so each is written out."""
+        self.rates = rates
+        self.prefill_base_ms = rates.prefill_base_ms
+        self.prefill_ms_per_token = rates.prefill_ms_per_token
+        self.prefill_ms_per_token_sq = rates.prefill_ms_per_token_sq
+        self.decode_ms_base = rates.decode_ms_base
+        self.decode_ms_per_seq = rates.decode_ms_per_seq
+        self.decode_ms_per_kv_token = rates.decode_ms_per_kv_token
+        self.ttft_correction = rates.ttft_correction
+        self.tpot_correction = rates.tpot_correction
 
     def dynamic(self) -> Dynamic:
         """What reports and commitments change, as one value."""
@@ -149,7 +213,7 @@ class EngineRow:
             self.running,
             self.waiting,
             self.kv_tokens_used,
-            self.ttft_correction,
+            self.rates,
             self.seats_lent,
             self.kv_tokens_lent,
             self.credits_expire_ms,
@@ -161,6 +225,14 @@ class EngineRow:
             self.seats_bound,
             self.seats_over,
             self.attempts_expected,
+            self.sleep_level,
+            self.warm_up_ms,
+            self.calls_per_load,
+            self.flows_micro_usd_per_s,
+            self.flows_ms_per_step,
+            self.bid_micro_usd,
+            self.offered_ratio,
+            self.kv_price_micro_usd_per_token_s,
         )
 
     def as_of(self, dynamic: Dynamic) -> "EngineRow":
@@ -195,7 +267,7 @@ class EngineRow:
             row.running,
             row.waiting,
             row.kv_tokens_used,
-            row.ttft_correction,
+            rates,
             row.seats_lent,
             row.kv_tokens_lent,
             row.credits_expire_ms,
@@ -207,7 +279,16 @@ class EngineRow:
             row.seats_bound,
             row.seats_over,
             row.attempts_expected,
+            row.sleep_level,
+            row.warm_up_ms,
+            row.calls_per_load,
+            row.flows_micro_usd_per_s,
+            row.flows_ms_per_step,
+            row.bid_micro_usd,
+            row.offered_ratio,
+            row.kv_price_micro_usd_per_token_s,
         ) = dynamic
+        row.use_rates(rates)
         return row
 
 

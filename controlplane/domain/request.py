@@ -22,7 +22,8 @@ class Request:
     when capacity is short (higher stays longer); `is_begun` marks a later step of a workflow that was
     admitted, which is never refused for load. A postponed call runs from `not_before_ms` on (0: at
     once), or only on idle capacity when `waits_for_idle`. A preferred call's tenant has less than its part of a
-    contended pool.
+    contended pool. Nine answers in ten have at most `completion_tokens_high` tokens (0: not known). Hardly
+    any falls short of `completion_tokens_least` tokens: a lower bound.
     """
 
     id: RequestId
@@ -59,3 +60,5 @@ class Request:
     not_before_ms: int
     waits_for_idle: bool
     is_preferred: bool
+    completion_tokens_high: int = 0
+    completion_tokens_least: int = 1

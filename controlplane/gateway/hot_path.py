@@ -19,7 +19,7 @@ from controlplane.domain.errors import StateUnavailable
 from controlplane.domain.outcome import RequestState
 from controlplane.gateway import body as bodies
 from controlplane.gateway import cached, hints, once
-from controlplane.gateway.answer_heads import Lines, ticket_lines
+from controlplane.gateway.answer_heads import Lines, id_lines, ticket_lines
 from controlplane.gateway.body import Body, Flaw
 from controlplane.gateway.cached import CachedAnswers, Deal
 from controlplane.gateway.counting import count_answer
@@ -283,7 +283,8 @@ class HotPath:
     async def _dry_run(self, job: Job, send: Send) -> None:
         """What would be decided; nothing is reserved, asked or charged."""
         decided = await self._gate.dry_run(job.call)
-        await _send_json(send, decided, ((b"x-headway-dry-run", b"true"),))
+        ids = id_lines(self._gate.new_id())
+        await _send_json(send, decided, (*ids, (b"x-headway-dry-run", b"true")))
 
     async def _authenticate(self, headers: dict[bytes, bytes]) -> Principal | Refuse:
         sent = headers.get(hints.AUTHORIZATION, b"")
@@ -314,13 +315,14 @@ class HotPath:
             await self._refuse(send, None, Flaw(principal, None))
             return
         models = self._gate.models(principal)
+        ids = tuple(id_lines(self._gate.new_id()))
         if path == MODELS:
-            await _send_json(send, model_list_body(models, self._started_s))
+            await _send_json(send, model_list_body(models, self._started_s), ids)
             return
         name = path.removeprefix(MODEL_PREFIX)
         for model in models:
             if model.name == name:
-                await _send_json(send, model_body(model, self._started_s))
+                await _send_json(send, model_body(model, self._started_s), ids)
                 return
         # The same words whether it does not exist or is not this tenant's to use.
         refuse = Refuse(Reason.MODEL_NOT_FOUND, f"the model `{name[:100]}` does not exist")

@@ -14,6 +14,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from controlplane.domain.decision import Reason
+from controlplane.gateway.answer_heads import id_lines
 from controlplane.gateway.body import BODY_BYTES_MAX
 from controlplane.gateway.sweeper import Sweeper
 from controlplane.gateway.turn import Turn
@@ -47,6 +48,7 @@ class Link(HttpToolsProtocol):
 
     sweeper: ClassVar[Sweeper]
     metrics: ClassVar[Metrics]
+    new_id: ClassVar[Callable[[], str]]
     rendered_for: ClassVar[list[tuple[bytes, bytes]] | None] = None
     rendered: ClassVar[bytes] = b""
 
@@ -237,29 +239,40 @@ class Link(HttpToolsProtocol):
             is_owed = cycle is None or cycle.response_complete
         if is_owed:
             body = msgspec.json.encode(envelope(words, "invalid_request_error", None, reason))
+            ids = b"".join(b"%s: %s\r\n" % line for line in id_lines(type(self).new_id()))
             self.transport.write(
                 b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\nx-should-retry: false\r\n"
-                b"x-headway-reason: %s\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
-                % (status, status.phrase.encode(), reason.encode(), len(body))
+                b"x-headway-reason: %s\r\n%scontent-length: %d\r\nconnection: close\r\n\r\n"
+                % (status, status.phrase.encode(), reason.encode(), ids, len(body))
                 + body
             )
         self.transport.close()
 
 
-def link_class(sweeper: Sweeper, metrics: Metrics) -> type[Link]:
+def link_class(sweeper: Sweeper, metrics: Metrics, new_id: Callable[[], str]) -> type[Link]:
     """The protocol class that uvicorn makes one of for each connection."""
-    return type("BoundLink", (Link,), {"sweeper": sweeper, "metrics": metrics})
+    members = {"sweeper": sweeper, "metrics": metrics, "new_id": staticmethod(new_id)}
+    return type("BoundLink", (Link,), members)
 
 
 def make_server(
-    app: Callable[..., Any], sweeper: Sweeper, metrics: Metrics, *, host: str, port: int
+    app: Callable[..., Any],
+    sweeper: Sweeper,
+    metrics: Metrics,
+    *,
+    new_id: Callable[[], str],
+    host: str,
+    port: int,
 ) -> uvicorn.Server:
-    """A server for `app`. The caller runs `serve()`, and the sweeper beside it."""
+    """A server for `app`. The caller runs `serve()`, and the sweeper beside it.
+
+    `new_id` names what is refused before it reaches `app`.
+    """
     config = uvicorn.Config(
         app,
         host=host,
         port=port,
-        http=link_class(sweeper, metrics),
+        http=link_class(sweeper, metrics, new_id),
         ws="none",
         lifespan="off",
         loop="uvloop",

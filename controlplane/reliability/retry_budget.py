@@ -5,6 +5,7 @@ Both legs of a call, and the client's own retries, spend from the same budgets. 
 
 from collections import OrderedDict
 from dataclasses import dataclass
+from itertools import islice
 from typing import Final
 
 from controlplane.reliability.window import Window
@@ -14,6 +15,8 @@ RETRIES_PER_REQUEST_MAX: Final = 2
 # Budgets remembered; who has been quiet for longest is forgotten, and begins again with a full one.
 TENANTS_KEPT: Final = 10_000
 POOLS_KEPT: Final = 1_000
+# Tenants looked at, the latest first, to tell how many have none left.
+TENANTS_TOLD_MAX: Final = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,11 +48,15 @@ class RetryBudget:
         """A first attempt arrived."""
         self._requests.add(now_ms)
 
-    def has_room(self, now_ms: int) -> bool:
+    def left(self, now_ms: int) -> int:
+        """Whole retries that may still be made at this instant; clients' own may have overdrawn it."""
         self._requests.expire(now_ms)
         self._retries.expire(now_ms)
         allowed = self._requests.total * self._rules.per_request_ratio + self._rules.free
-        return self._retries.total + 1 <= allowed
+        return max(0, int(allowed - self._retries.total))
+
+    def has_room(self, now_ms: int) -> bool:
+        return self.left(now_ms) > 0
 
     def spend(self, now_ms: int) -> None:
         """A retry is made, whether or not there was room: the client's own does not ask."""
@@ -91,6 +98,17 @@ class RetryBudgets:
         shared.spend(now_ms)
         return True
 
+    # ------------------------------------------------------------ reading
+
+    def pools_left(self, now_ms: int) -> dict[str, int]:
+        """Retries left by pool, of those that were called."""
+        return {name: budget.left(now_ms) for name, budget in self._pools.latest(POOLS_KEPT)}
+
+    def tenants_spent(self, now_ms: int) -> int:
+        """How many of the TENANTS_TOLD_MAX tenants that called last have no retry left."""
+        latest = self._tenants.latest(TENANTS_TOLD_MAX)
+        return sum(budget.left(now_ms) == 0 for _, budget in latest)
+
 
 class _Kept:
     """Budgets by name, a bounded number of them."""
@@ -111,3 +129,6 @@ class _Kept:
         if len(self._budgets) > self._kept_max:
             self._budgets.popitem(last=False)
         return budget
+
+    def latest(self, most: int) -> list[tuple[str, RetryBudget]]:
+        return list(islice(reversed(self._budgets.items()), most))

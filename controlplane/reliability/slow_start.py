@@ -2,7 +2,8 @@
 
 An engine that has just started, or come back, is ramped up; that is useless when all engines of a pool
 are new, so a cold pool is ramped as a whole: one call for each engine until the first has proved that
-they compute, then a growing share of all.
+they compute, then a growing share of all. Until it is warm its room is for those that can not wait: the
+lowest priorities get what is left over.
 """
 
 from enum import StrEnum
@@ -13,6 +14,8 @@ ENGINE_RAMP_MS: Final = 30_000
 POOL_RAMP_MS: Final = 60_000
 # Calls in flight on each engine of a cold pool.
 CANARIES_PER_ENGINE: Final = 1
+# Priorities below this wait for idle room while their pool is ramped up.
+HELD_BACK_BELOW_PRIORITY: Final = 3
 
 
 def ramp_ratio(since_ms: float, now_ms: float, length_ms: float) -> float:
@@ -21,6 +24,14 @@ def ramp_ratio(since_ms: float, now_ms: float, length_ms: float) -> float:
     if passed_ms >= length_ms:
         return 1.0
     return RAMP_RATIO_MIN + (1.0 - RAMP_RATIO_MIN) * max(0.0, passed_ms) / length_ms
+
+
+def is_held_back(pool_ratio: float, priority: int) -> bool:
+    """Whether work that has not begun yields to all other while the pool's ramp stands at `pool_ratio`.
+
+    It is not refused: without anybody else it is the canary that proves the pool.
+    """
+    return pool_ratio < 1.0 and priority < HELD_BACK_BELOW_PRIORITY
 
 
 class Warmth(StrEnum):

@@ -1,20 +1,26 @@
 """Budgets in memory: one replica's slices of tenants', keys' and workflows' accounts, refilled from Postgres.
 
 A slice is leased before it is spent, so that spent + reserved never passes the limit however many
-replicas spend. Refills of one account are single-flight; a slice that runs low is refilled before a
-call has to wait for it, as long as the account is far from its limit.
+replicas spend. It belongs to one life of the replica: who was taken for dead and comes back begins
+with nothing, and what calls held before is nobody's money. Refills of one account are single-flight; a
+slice that runs low is refilled before a call has to wait for it, as long as the account is far from its
+limit.
 """
 
 import asyncio
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from controlplane.admission.budget import Hold, Slice, Unit
+from controlplane.domain.errors import StateUnavailable
 from controlplane.domain.ids import ReplicaId
 from controlplane.runtime.call import monotonic_ms
 from controlplane.store import budgets
 from controlplane.store.budgets import BudgetRecord
+from controlplane.store.journal import Charge
+from controlplane.store.replicas import FIRST_GENERATION
 
 # A slice that nobody used for this long goes back, so that other replicas can have it.
 IDLE_MS_MAX = 30_000
@@ -30,14 +36,32 @@ class BudgetStore(Protocol):
     """Where slices come from: the functions of `store/budgets.py`."""
 
     async def lease(
-        self, engine: AsyncEngine, budget_id: str, replica_id: ReplicaId, at_least: int, wanted: int
+        self,
+        engine: AsyncEngine,
+        budget_id: str,
+        replica_id: ReplicaId,
+        at_least: int,
+        wanted: int,
+        generation: int,
     ) -> int: ...
 
     async def surrender(
-        self, engine: AsyncEngine, budget_id: str, replica_id: ReplicaId, amount: int
+        self,
+        engine: AsyncEngine,
+        budget_id: str,
+        replica_id: ReplicaId,
+        amount: int,
+        generation: int,
     ) -> int: ...
 
     async def read(self, engine: AsyncEngine, budget_id: str) -> BudgetRecord | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Held(Hold):
+    """A hold, and the life of the replica in which it is taken. One that names none is of this life."""
+
+    generation: int
 
 
 class Settlement(NamedTuple):
@@ -45,7 +69,7 @@ class Settlement(NamedTuple):
 
     micro_usd: int
     tokens: int
-    charges: tuple[tuple[str, int], ...]
+    charges: tuple[Charge, ...]
 
 
 class Grant(NamedTuple):
@@ -80,15 +104,20 @@ class Accounts:
         slice_micro_usd: int,
         slice_tokens: int = SLICE_TOKENS,
         store: BudgetStore = budgets,
+        generation: int = FIRST_GENERATION,
     ) -> None:
         self._engine = engine
         self._replica_id = replica_id
         self._slice_sizes = {Unit.MICRO_USD: slice_micro_usd, Unit.TOKENS: slice_tokens}
         self._store = store
         self._accounts: dict[str, Account] = {}
-        # Raised when Postgres took back what this replica held: grants from before are void.
-        self._generation = 0
+        self._generation = generation
         self._tasks: set[asyncio.Task[Grant]] = set()
+
+    @property
+    def generation(self) -> int:
+        """The life of this replica as PostgreSQL counts it."""
+        return self._generation
 
     # ------------------------------------------------------------ calls
 
@@ -96,16 +125,17 @@ class Accounts:
         """Reserve every hold or none; the one that its account does not cover, or None when all are taken.
 
         No two holds are of one account. Awaits only where a slice held here is too small. Raises
-        StateUnavailable when Postgres can not be asked; then, and when it is cancelled, nothing is
-        held.
+        StateUnavailable when Postgres can not be asked, or took this replica for dead meanwhile; then,
+        and when it is cancelled, nothing is held.
         """
         for at, hold in enumerate(holds):
+            self._require_now(hold)
             account = self._account(hold)
             if account.slice.reserve(hold.amount):
                 self._refill_low(account)
                 continue
             try:
-                is_reserved = await self._reserve_refilling(account, hold.amount)
+                is_reserved = await self._reserve_refilling(account, hold)
             except BaseException:
                 self._release(holds[:at])
                 raise
@@ -118,15 +148,18 @@ class Accounts:
         """End the holds of one call with what it used; what is returned was charged.
 
         All accounts of one unit are charged the same, and never more than each of them can pay: its
-        hold, and what is free beside it.
+        hold, and what is free beside it. A hold of an earlier life returns nothing to this one; what
+        its call used is for PostgreSQL to take from the account, if that can pay.
         """
         micro_usd = min(micro_usd, self.charge_at_most(holds, Unit.MICRO_USD))
         tokens = min(tokens, self.charge_at_most(holds, Unit.TOKENS))
-        charges: list[tuple[str, int]] = []
+        charges: list[Charge] = []
         for hold in holds:
             amount = micro_usd if hold.unit is Unit.MICRO_USD else tokens
-            self._account(hold).slice.settle(hold.amount, amount)
-            charges.append((hold.budget_id, amount))
+            generation = self._life_of(hold)
+            if generation == self._generation:
+                self._account(hold).slice.settle(hold.amount, amount)
+            charges.append(Charge(hold.budget_id, amount, generation))
         return Settlement(micro_usd, tokens, tuple(charges))
 
     def charge_at_most(self, holds: tuple[Hold, ...], unit: Unit) -> int:
@@ -134,15 +167,20 @@ class Accounts:
         most = UNBOUNDED
         for hold in holds:
             if hold.unit is unit:
-                most = min(most, hold.amount + self._account(hold).slice.free)
+                is_of_now = self._life_of(hold) == self._generation
+                free = self._account(hold).slice.free if is_of_now else 0
+                most = min(most, hold.amount + free)
         return most
 
     def try_extend(self, hold: Hold, more: int) -> bool:
         """Raise a hold by `more` out of what is free here, at once or not at all.
 
         True: the caller goes on with a hold of `amount + more`. What is missing is asked for behind the
-        caller's back, so that a later try can succeed.
+        caller's back, so that a later try can succeed. A hold of an earlier life has no money to count:
+        its call is not stopped for that.
         """
+        if self._life_of(hold) != self._generation:
+            return True
         account = self._account(hold)
         if account.slice.reserve(more):
             self._refill_low(account)
@@ -161,9 +199,9 @@ class Accounts:
             if not self.try_extend(hold, more):
                 for before, after in zip(holds, raised, strict=False):
                     added = after.amount - before.amount
-                    self._account(before).slice.settle(added, 0)
+                    self._release((replace(before, amount=added),))
                 return None
-            raised.append(Hold(hold.budget_id, hold.unit, hold.amount + more))
+            raised.append(replace(hold, amount=hold.amount + more))
         return tuple(raised)
 
     # ------------------------------------------------------------ upkeep
@@ -187,11 +225,13 @@ class Accounts:
             for budget_id, account in self._accounts.items()
         }
 
-    def drop_free(self) -> None:
-        """Forget what is free here without returning it: it has been returned already."""
-        self._generation += 1
+    def begin_life(self, generation: int) -> None:
+        """Postgres took this replica for dead: what it held, free or reserved, was returned already."""
+        self._generation = generation
         for account in self._accounts.values():
-            account.slice.surrender(0)
+            account.slice = Slice()
+        # Nobody waits for what another life asked for.
+        self._accounts = {}
 
     # ------------------------------------------------------------ inside
 
@@ -203,12 +243,23 @@ class Accounts:
         account.used_ms = monotonic_ms()
         return account
 
+    def _life_of(self, hold: Hold) -> int:
+        return hold.generation if isinstance(hold, Held) else self._generation
+
+    def _require_now(self, hold: Hold) -> None:
+        if self._life_of(hold) != self._generation:
+            raise StateUnavailable(
+                "this replica was taken for dead while the call waited for money"
+            )
+
     def _release(self, holds: tuple[Hold, ...]) -> None:
         for hold in holds:
-            self._account(hold).slice.settle(hold.amount, 0)
+            if self._life_of(hold) == self._generation:
+                self._account(hold).slice.settle(hold.amount, 0)
 
-    async def _reserve_refilling(self, account: Account, amount: int) -> bool:
+    async def _reserve_refilling(self, account: Account, hold: Hold) -> bool:
         """Reserve, leasing more from Postgres while that helps. False: the budget is spent."""
+        amount = hold.amount
         account.waiting += 1
         try:
             while not account.slice.reserve(amount):
@@ -216,6 +267,7 @@ class Accounts:
                 # Others wait for it as well, and a grant must not be lost: it goes on when this
                 # caller is cancelled.
                 grant = await asyncio.shield(refill)
+                self._require_now(hold)
                 missing = amount - account.slice.free
                 if grant.amount == 0 and missing >= grant.at_least:
                     return False
@@ -249,7 +301,7 @@ class Accounts:
         wanted = max(needed, account.slice_size)
         try:
             granted = await self._store.lease(
-                self._engine, account.budget_id, self._replica_id, at_least, wanted
+                self._engine, account.budget_id, self._replica_id, at_least, wanted, generation
             )
         finally:
             account.refill = None
@@ -265,7 +317,9 @@ class Accounts:
         if account.slice.free:
             await self._store.read(self._engine, account.budget_id)
             amount = account.slice.surrender(0)
-            await self._store.surrender(self._engine, account.budget_id, self._replica_id, amount)
+            await self._store.surrender(
+                self._engine, account.budget_id, self._replica_id, amount, self._generation
+            )
         is_used = account.slice.reserved or account.slice.free or account.refill or account.waiting
         # Another one may stand in its place by now.
         if not is_used and self._accounts.get(account.budget_id) is account:

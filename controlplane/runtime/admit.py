@@ -1,29 +1,27 @@
 """The gate: one call through key, rules, rates, load, money, decision, credits; and the one place where it is settled.
 
-Deciding is pure and happens elsewhere; here decisions are committed. Between a decision and its commit
-nothing awaits, so what fitted when it was decided still fits when it is taken, and `fits` is asked
-again all the same.
+What is decided and committed is the desk's (`desk.py`); the gate adds the clock, the money, the journal
+and who has to wait.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final, Protocol
 
-from controlplane.admission.decide import decide
-from controlplane.admission.fairness import service_tokens
-from controlplane.admission.snapshot import Snapshot
 from controlplane.domain.catalog import Model, Principal, Scope
-from controlplane.domain.decision import Admit, Decision, Placement, Queue, Reason, Refuse
+from controlplane.domain.decision import Decision, Placement, Queue, Reason, Refuse
 from controlplane.domain.errors import StateUnavailable
 from controlplane.domain.fleet import EngineRow
 from controlplane.domain.ids import ModelName, RequestId, WorkflowId
 from controlplane.domain.outcome import AttemptOutcome, RequestState, Usage
 from controlplane.domain.request import Request
-from controlplane.reliability.retry_budget import RETRIES_PER_REQUEST_MAX, RetryBudgets
+from controlplane.reliability.retry_budget import RetryBudgets
 from controlplane.runtime.accounts import Accounts
 from controlplane.runtime.books import Books
 from controlplane.runtime.call import Call, Ticket, monotonic_ms
 from controlplane.runtime.decision_log import DecisionLog
+from controlplane.runtime.desk import Desk
+from controlplane.runtime.dry_run import dry_run, told
 from controlplane.runtime.estimates import Estimates
 from controlplane.runtime.fleet_state import FleetState
 from controlplane.runtime.intake import Intake, Prepared
@@ -33,17 +31,11 @@ from controlplane.runtime.principals import Principals
 from controlplane.runtime.queue_pump import QueuePump
 from controlplane.runtime.rate_limits import RateLimits
 from controlplane.runtime.rulings import PoolView, refusal
+from controlplane.runtime.stream_check import next_check, ruled_out
 from controlplane.runtime.workflow_state import WorkflowStates
-from controlplane.scheduler.place import object_to, still_fits
 from controlplane.store.journal import AttemptRow, Journal
 from policies.documents import Phase
 from policies.evaluate import Terms, terms_for
-
-# A pool is idle for postponed work below this saturation, and while nobody waits for it.
-IDLE_PERMILLE_MAX: Final = 500
-HANG_UP_MS: Final = 500
-# Rules on streams are asked again after so many tokens.
-STREAM_CHECK_TOKENS: Final = 64
 
 _UNREADABLE: Final = Refuse(
     Reason.STATE_UNAVAILABLE, "state can not be read at present; try again", 2_000
@@ -98,7 +90,11 @@ class Gate:
         self._estimates = estimates
         self._journal = journal
         self._observer = observer
-        self._retries = RetryBudgets()
+        self.desk: Desk[Ticket] = Desk(fleet, loads, pump.line, RetryBudgets())
+        self.desk.rule = self._dispatched
+        self.desk.record = self._record
+        self.desk.committed = self._committed
+        self.desk.freed = pump.offer
         self._books = Books(
             replica_id=replica_id,
             accounts=accounts,
@@ -111,11 +107,13 @@ class Gate:
         self.is_draining = False
         intake.view = self._view
         pump.place = self._place_waiting
-        pump.waited = self._waited
-        pump.is_idle = self._is_idle
-        loads.is_waiting = pump.is_waiting_for
+        pump.is_idle = lambda model: self.desk.is_idle(model, monotonic_ms())
 
     # ------------------------------------------------------------ before admission
+
+    @property
+    def retries(self) -> RetryBudgets:
+        return self.desk.retries
 
     @property
     def policy_revision(self) -> str:
@@ -212,48 +210,8 @@ class Gate:
         """What would be decided now, in members of JSON. Takes nothing and commits to nothing."""
         prepared = await self._prepare(call)
         if isinstance(prepared, Refuse):
-            return _told(prepared)
-        ticket, request = prepared.ticket, prepared.ticket.request
-        now_ms = int(monotonic_ms())
-        answer: dict[str, Any] = {
-            "model": request.model,
-            "priority": request.priority,
-            "queue_class": ticket.queue_class,
-            "completion_tokens_max": request.completion_tokens_max,
-            "reserved_usd": ticket.reserved_micro_usd / 1e6,
-            "warnings": list(ticket.warnings),
-        }
-        try:
-            short = await self._books.take(ticket)
-        except StateUnavailable:
-            short = _UNREADABLE
-        if short is not None:
-            return answer | _told(short)
-        self._books.give_back(ticket)
-        if not request.is_begun and not self.loads.would_begin(request, now_ms):
-            shed = Refuse(Reason.SHED_OVERLOAD, f"`{request.model}` is overloaded")
-            return answer | _told(shed)
-        decision, _ = self._decide(ticket, self.fleet.rows_for(request.model), now_ms)
-        is_postponed = request.not_before_ms > 0 or request.waits_for_idle
-        if is_postponed or self.pump.is_waiting_for(request.model):
-            decision = Queue(Reason.DEFERRED if is_postponed else Reason.QUEUE_FULL)
-        match decision:
-            case Refuse():
-                return answer | _told(decision)
-            case Queue(reason):
-                wait_ms = self.pump.queue.predicted_wait_ms(request, now_ms, ticket.queue_class)
-                return answer | {"verdict": "queue", "reason": reason, "wait_ms_predicted": wait_ms}
-            case Admit(placement):
-                prefill = placement.prefill
-                return answer | {
-                    "verdict": "admit",
-                    "reason": None,
-                    "engine": placement.decode.engine_id,
-                    "prefill_engine": None if prefill is None else prefill.engine_id,
-                    "ttft_ms_predicted": placement.ttft_ms_predicted,
-                    "e2e_ms_predicted": placement.e2e_ms_predicted,
-                    "gpu_usd_predicted": placement.cost_micro_usd / 1e6,
-                }
+            return told(prepared)
+        return await dry_run(prepared.ticket, self.desk, self._books, self._rates)
 
     async def _prepare(self, call: Call) -> Prepared | Refuse:
         """The call with its terms and rules applied, or why it is not looked at further."""
@@ -272,17 +230,10 @@ class Gate:
         return prepared
 
     def _begin(self, ticket: Ticket) -> Refuse | None:
-        """Ask the pool's load: first steps only, and not of what is postponed, which waits for room."""
-        request = ticket.request
-        now_ms = int(monotonic_ms())
-        if request.is_begun:
-            self.loads.continues(request, now_ms)
-            return None
-        if request.not_before_ms or request.waits_for_idle:
-            return None
-        refuse = self.loads.may_begin(request, now_ms)
+        """Ask the pool's load; when it refuses, what the agents could still lend is asked for."""
+        refuse = self.desk.begin(ticket, monotonic_ms())
         if refuse is not None:
-            self.pump.contended(request.model)
+            self.pump.contended(ticket.request.model)
         return refuse
 
     async def _take(self, ticket: Ticket) -> Refuse | None:
@@ -301,35 +252,17 @@ class Gate:
     async def _decide_or_wait(self, prepared: Prepared) -> Ticket | Refuse:
         """From here on money is held: every way out gives it back or hands it to the ticket."""
         ticket, entry = prepared.ticket, prepared.workflow
-        request = ticket.request
         try:
-            is_postponed = request.not_before_ms > 0 or request.waits_for_idle
-            if is_postponed or self.pump.is_waiting_for(request.model):
-                outcome: Placement | Queue | Refuse = Queue(Reason.NO_CAPACITY)
-            else:
-                outcome = self._decide_and_commit(ticket)
-            if (
-                isinstance(outcome, Queue)
-                and not is_postponed
-                and self.loads.is_below_part(request)
-            ):
-                # The seats are others' for the most part: this call may exceed the pace a little.
-                ticket.request = request = replace(request, is_preferred=True)
-                outcome = self._decide_and_commit(ticket)
+            outcome = self._asked(ticket)
             if isinstance(outcome, Queue):
                 self._books.open(ticket, entry)
                 queued_ms, decided = monotonic_ms(), ticket.decisions
-                cached = max(self._cached(request).values(), default=0)
+                cached = max(self.desk.cached(ticket.request).values(), default=0)
                 outcome = await self.pump.wait(ticket, outcome.reason, cached)
                 ticket.queue_ms = monotonic_ms() - queued_ms
                 if isinstance(outcome, Refuse) and ticket.decisions == decided:
                     # The queue's word, not a decision on rows, which has been recorded already.
-                    outcome = self._waited_in_vain(ticket, outcome)
-            elif isinstance(outcome, Placement):
-                ticket.charge = self.pump.queue.charge(
-                    request, ticket.queue_class, outcome.cached_tokens
-                )
-                self.loads.waited(request, 0.0)
+                    outcome = self.desk.turned_away(ticket, outcome, monotonic_ms())
         except BaseException:
             # The client went away while the call waited.
             self._end_unplaced(ticket, RequestState.CANCELLED, None)
@@ -344,68 +277,44 @@ class Gate:
             return replace(outcome, decision=ticket.id)
         if ticket.id not in self.in_flight:
             self._books.open(ticket, entry)
-        self._set_check(ticket, 0)
+        next_check(ticket, 0)
         return ticket
-
-    def _waited_in_vain(self, ticket: Ticket, refuse: Refuse) -> Refuse:
-        """Record that the queue turned a call away. When no engine has its weights yet, that is why."""
-        request, now_ms = ticket.request, int(monotonic_ms())
-        cached = self._cached(request)
-        if refuse.reason is Reason.QUEUE_FULL:
-            rows = self.fleet.rows_for(request.model)
-            objection = object_to(request, rows, cached, now_ms)
-            if objection.reason is Reason.WARMING:
-                refuse = Refuse(objection.reason, objection.detail, objection.retry_after_ms)
-        self._record(ticket, cached, refuse, now_ms)
-        return refuse
 
     def _place_waiting(self, ticket: Ticket) -> Placement | Queue | Refuse:
         """The pump's try for a call that has its place in the queue already."""
-        if ticket.is_settled or ticket.is_holding_decode:
-            msg = f"{ticket.id} was placed or ended while it waited"
+        if ticket.is_settled:
+            msg = f"{ticket.id} ended while it waited"
             raise RuntimeError(msg)
-        return self._decide_and_commit(ticket)
-
-    def _decide_and_commit(self, ticket: Ticket) -> Placement | Queue | Refuse:
-        """Decide on the rows as they are, and take what was decided, without a pause in between."""
-        request = ticket.request
         started_ms = monotonic_ms()
-        now_ms = int(started_ms)
-        decision, cached = self._decide(ticket, self.fleet.rows_for(request.model), now_ms)
-        if ticket.id in self.in_flight and isinstance(decision, Queue):
-            return decision
-        self._record(ticket, cached, decision, now_ms)
+        outcome = self.desk.place(ticket, started_ms)
+        if not isinstance(outcome, Queue):
+            self._observe(outcome, started_ms)
+        return outcome
+
+    def _asked(self, ticket: Ticket) -> Placement | Queue | Refuse:
+        started_ms = monotonic_ms()
+        decided = ticket.decisions
+        outcome = self.desk.ask(ticket, started_ms)
+        if ticket.decisions > decided:
+            self._observe(outcome, started_ms)
+        return outcome
+
+    def _observe(self, outcome: Placement | Queue | Refuse, started_ms: float) -> None:
         duration_us = (monotonic_ms() - started_ms) * 1000.0
-        match decision:
-            case Admit(placement):
+        match outcome:
+            case Placement():
                 self._observer.decided("admit", "", duration_us)
-                if not still_fits(request, placement, now_ms):
-                    return Queue(Reason.NO_CAPACITY)
-                self._commit(ticket, placement, started_ms)
-                return placement
             case Queue(reason):
                 self._observer.decided("queue", reason, duration_us)
-                return decision
             case Refuse(reason=reason):
                 self._observer.decided("refuse", reason, duration_us)
-                return decision
 
-    def _decide(
-        self, ticket: Ticket, rows: tuple[EngineRow, ...], now_ms: int
-    ) -> tuple[Decision, Mapping[int, int]]:
-        """The rules of dispatch, then the pure decision; with the cached prompt tokens by row index."""
-        request = ticket.request
-        if ticket.policy.has_rules(Phase.DISPATCH):
-            ruled = self._dispatched(ticket)
-            if isinstance(ruled, Refuse):
-                return ruled, {}
-            request = ruled
-        cached = self._cached(request)
-        return decide(request, Snapshot(rows, cached), ticket.terms, now_ms), cached
-
-    def _dispatched(self, ticket: Ticket) -> Request | Refuse:
+    def _dispatched(self, ticket: Ticket, now_ms: float) -> Request | Refuse:
         """What the rules of dispatch make of a call, with the pool as it is now."""
-        view = self._view(ticket.request.model)
+        request = ticket.request
+        if not ticket.policy.has_rules(Phase.DISPATCH):
+            return request
+        view = self.desk.view(request.model, now_ms)
         live = ticket.live._replace(
             pool_queue_depth=view.queue_depth,
             pool_queue_wait_ms=view.queue_wait_ms,
@@ -415,10 +324,9 @@ class Gate:
             pool_is_overloaded=view.is_overloaded,
         )
         ruling = ticket.policy.rule(Phase.DISPATCH, ticket.part, live)
-        refuse = refusal(ruling, is_begun=ticket.request.is_begun)
+        refuse = refusal(ruling, is_begun=request.is_begun)
         if refuse is not None:
             return refuse
-        request = ticket.request
         if ruling.region_names is None and ruling.gpu_type_names is None:
             return request
         return replace(
@@ -428,28 +336,17 @@ class Gate:
         )
 
     def _record(
-        self, ticket: Ticket, cached: Mapping[int, int], decision: Decision, now_ms: int
+        self, ticket: Ticket, cached: Mapping[int, int], decision: Decision, now_ms: float
     ) -> None:
-        self.decisions.record(ticket, cached, decision, now_ms=now_ms)
+        self.decisions.record(ticket, cached, decision, now_ms=int(now_ms))
         ticket.decisions += 1
 
-    def _commit(self, ticket: Ticket, placement: Placement, now_ms: float) -> None:
-        request = ticket.request
-        self.fleet.take(request, placement)
-        prompt_tokens = request.prompt_tokens
-        self.fleet.prefixes.routed(placement.decode.index, request.prefix, prompt_tokens)
+    def _committed(self, ticket: Ticket) -> None:
+        placement = ticket.placement
         ticket.decode_url = self.fleet.address_of(placement.decode)
-        ticket.prefill_url = None
-        ticket.is_holding_prefill = False
-        if placement.prefill is not None:
-            self.fleet.prefixes.routed(placement.prefill.index, request.prefix, prompt_tokens)
-            ticket.prefill_url = self.fleet.address_of(placement.prefill)
-            ticket.is_holding_prefill = True
-        ticket.is_holding_decode = True
-        ticket.placement = placement
-        ticket.is_first_token_seen = False
-        ticket.decided_ms = now_ms
-        self.fleet.began(placement, now_ms)
+        ticket.prefill_url = (
+            None if placement.prefill is None else self.fleet.address_of(placement.prefill)
+        )
 
     # ------------------------------------------------------------ while it runs
 
@@ -461,45 +358,17 @@ class Gate:
         The failed attempt has been reported by `attempted`. False: the failure stands.
         """
         del outcome, detail
-        if ticket.attempt >= RETRIES_PER_REQUEST_MAX or self.is_draining:
+        if self.is_draining:
             return False
-        now_ms = monotonic_ms()
-        request = ticket.request
-        if now_ms >= request.deadline_ms:
+        is_placed = self.desk.retry(ticket, failed, monotonic_ms())
+        if is_placed is None:
             return False
-        ticket.attempts_failed = (*ticket.attempts_failed, failed)
-        rows = tuple(
-            row for row in self.fleet.rows_for(request.model) if row not in ticket.attempts_failed
-        )
-        if not rows or not self._retries.try_spend(
-            request.tenant,
-            request.model,
-            int(now_ms),
-            is_pool_overloaded=self.loads.of(request.model).levels.is_overloaded,
-        ):
-            self._observer.retried(is_allowed=False)
-            return False
-        self._release(ticket)
-        ticket.attempt += 1
-        decision, cached = self._decide(ticket, rows, int(now_ms))
-        self._record(ticket, cached, decision, int(now_ms))
-        is_placed = isinstance(decision, Admit) and still_fits(
-            request, decision.placement, int(now_ms)
-        )
         self._observer.retried(is_allowed=is_placed)
-        if isinstance(decision, Admit) and is_placed:
-            self._commit(ticket, decision.placement, now_ms)
         return is_placed
 
     def may_return(self, ticket: Ticket) -> bool:
         """Whether a client whose call has failed may send it again: it spends from the same budgets."""
-        request = ticket.request
-        return self._retries.try_spend(
-            request.tenant,
-            request.model,
-            int(monotonic_ms()),
-            is_pool_overloaded=self.loads.of(request.model).levels.is_overloaded,
-        )
+        return self.desk.try_retry(ticket.request, monotonic_ms())
 
     def attempted(
         self,
@@ -530,33 +399,17 @@ class Gate:
             )
         )
         if leg == "prefill":
-            self._release_prefill(ticket)
+            self.desk.release_prefill(ticket)
 
     def first_token(self, ticket: Ticket, ttft_ms: float) -> None:
         """Engine's first token, `ttft_ms` after the placement was decided."""
-        if ticket.is_first_token_seen:
-            return
-        ticket.is_first_token_seen = True
-        placement = ticket.placement
-        self.fleet.prefilled(ticket.request, placement)
-        row = placement.prefill or placement.decode
-        self.fleet.first_token(row, placement.ttft_ms_predicted, ttft_ms)
+        self.desk.first_token(ticket, ttft_ms, monotonic_ms())
 
     def may_continue(self, ticket: Ticket, completion_tokens: int) -> Refuse | None:
         """Whether a stream that has come so far may go on; None when it may, and then it is asked later."""
-        policy = ticket.policy
-        if policy.has_rules(Phase.STREAM):
-            spent = ticket.model.cost_micro_usd(
-                prompt=ticket.request.prompt_tokens, cached=0, completion=completion_tokens
-            )
-            live = ticket.live._replace(
-                stream_completion_tokens=completion_tokens,
-                stream_spent_micro_usd=spent,
-                stream_age_ms=int(monotonic_ms() - ticket.call.received_ms),
-            )
-            refuse = refusal(policy.rule(Phase.STREAM, ticket.part, live), is_begun=True)
-            if refuse is not None:
-                return refuse
+        refuse = ruled_out(ticket, completion_tokens, monotonic_ms())
+        if refuse is not None:
+            return refuse
         if completion_tokens >= ticket.tokens_held and not self._books.extend(
             ticket, completion_tokens
         ):
@@ -568,7 +421,7 @@ class Gate:
                 )
             # It goes on; what the accounts can not pay in the end is not charged.
             ticket.tokens_held = ticket.request.completion_tokens_max
-        self._set_check(ticket, completion_tokens)
+        next_check(ticket, completion_tokens)
         return None
 
     def settle(
@@ -585,13 +438,11 @@ class Gate:
         if ticket.is_settled:
             return
         ticket.is_settled = True
-        self._release(ticket)
-        now_ms = monotonic_ms()
-        request = ticket.request
+        self.desk.release(ticket)
         if not ticket.is_replayed:
             if state is RequestState.SUCCEEDED and not usage.is_estimated:
-                self._estimates.learn(request, ticket.call, usage)
-            self._load_settled(ticket, state, usage, now_ms)
+                self._estimates.learn(ticket.request, ticket.call, usage)
+            self.desk.ended(ticket, state, usage, tpot_ms, monotonic_ms())
         cost = self._cost(ticket, usage)
         charged = self._books.close(ticket, state, reason, usage, cost, ttft_ms, tpot_ms, e2e_ms)
         self._observer.settled(ticket, state, usage, charged)
@@ -610,24 +461,14 @@ class Gate:
 
     def workflow_ended(self, workflow: WorkflowId) -> None:
         """A workflow has ended, by its tenant's word: what was promised to it is free."""
-        self.loads.ended(workflow, int(monotonic_ms()))
-        self.pump.offer()
+        self.desk.workflow_ended(workflow, monotonic_ms())
 
     # ------------------------------------------------------------ upkeep
 
     def sweep(self, now_ms: float) -> None:
         """Several times a second: levels move, calls that waited too long are answered."""
-        admission = self.policies.policy.bundle.admission
-        self.loads.use_rules(admission)
-        self.pump.queue.use_rules(
-            admission.order,
-            {name: each.weight for name, each in admission.queue_classes.items()},
-        )
-        for model, load in self.loads.all():
-            oldest_ms = self.pump.queue.oldest_wait_ms(model, int(now_ms))
-            if oldest_ms:
-                load.levels.waited(oldest_ms, self._ttft_ms_max(model))
-        self.loads.tick(int(now_ms))
+        self.desk.use_rules(self.policies.policy.bundle.admission)
+        self.desk.tick(now_ms)
         self.pump.sweep(now_ms)
         self.pump.offer()
 
@@ -643,44 +484,7 @@ class Gate:
     # ------------------------------------------------------------ inside
 
     def _view(self, model: ModelName) -> PoolView:
-        facts = self.fleet.pool(model)
-        return PoolView(
-            self.pump.queue.waiting_for(model),
-            self.pump.wait_ms_of(model),
-            facts.saturation_permille,
-            facts.kv_used_permille,
-            facts.breaker,
-            self.loads.is_overloaded(model),
-        )
-
-    def _is_idle(self, model: ModelName) -> bool:
-        return self.fleet.pool(
-            model
-        ).saturation_permille < IDLE_PERMILLE_MAX and not self.pump.is_waiting_for(model)
-
-    def _waited(self, ticket: Ticket, wait_ms: float) -> None:
-        if not ticket.request.not_before_ms and not ticket.request.waits_for_idle:
-            self.loads.waited(ticket.request, wait_ms)
-
-    def _ttft_ms_max(self, model: ModelName) -> int:
-        """The tightest target of those that wait for `model`."""
-        return min(
-            (
-                item.request.ttft_ms_max
-                for item in self.pump.queue.items()
-                if item.request.model == model
-            ),
-            default=1,
-        )
-
-    def _set_check(self, ticket: Ticket, completion_tokens: int) -> None:
-        """When the relay asks again: before the money held is used up, or for the rules on streams."""
-        held, most = ticket.tokens_held, ticket.request.completion_tokens_max
-        check_at = held if held < most else 0
-        if ticket.policy.has_rules(Phase.STREAM):
-            soon = completion_tokens + STREAM_CHECK_TOKENS
-            check_at = min(check_at, soon) if check_at else soon
-        ticket.tokens_check_at = check_at
+        return self.desk.view(model, monotonic_ms())
 
     def _cost(self, ticket: Ticket, usage: Usage) -> int:
         cost = ticket.model.cost_micro_usd(
@@ -698,8 +502,8 @@ class Gate:
     def _end_unplaced(self, ticket: Ticket, state: RequestState, reason: Reason | None) -> None:
         """End a call that never ran: its money goes back whole."""
         # The queue may have placed it at the very moment in which its client went away.
-        self._release(ticket)
-        self._load_settled(ticket, state, _NOTHING_USED, monotonic_ms())
+        self.desk.release(ticket)
+        self.desk.ended(ticket, state, _NOTHING_USED, None, monotonic_ms())
         if ticket.id in self.in_flight:
             ticket.is_settled = True
             e2e_ms = monotonic_ms() - ticket.call.received_ms
@@ -709,74 +513,8 @@ class Gate:
         self._books.give_back(ticket)
         self._books.unrate(ticket)
 
-    def _load_settled(
-        self, ticket: Ticket, state: RequestState, usage: Usage, now_ms: float
-    ) -> None:
-        """What a call that has ended teaches of its pool, and what of it stays promised."""
-        request = ticket.request
-        if ticket.charge is not None:
-            uncached = max(0, usage.prompt_tokens - usage.cached_tokens)
-            self.pump.queue.correct(
-                ticket.charge, service_tokens(uncached, usage.completion_tokens)
-            )
-            ticket.charge = None
-        if state is RequestState.SUCCEEDED:
-            self.loads.learn(
-                request, now_ms - ticket.decided_ms, ticket.placement.cached_tokens, usage
-            )
-            is_in_time = now_ms <= request.workflow_deadline_ms
-            self.loads.step_ended(request, int(now_ms), is_in_time=is_in_time)
-            return
-        # Clients hang up when their own deadline comes, a moment before ours.
-        is_late = now_ms >= request.workflow_deadline_ms - HANG_UP_MS
-        if state is RequestState.EXPIRED or (state is RequestState.CANCELLED and is_late):
-            self.loads.missed(request)
-        if request.is_begun:
-            self.loads.step_ended(request, int(now_ms), is_in_time=None)
-        else:
-            self.loads.dropped(request, int(now_ms))
-
-    def _release(self, ticket: Ticket) -> None:
-        """Give back whatever credits the ticket still holds."""
-        if not ticket.is_holding_decode:
-            return
-        ticket.is_holding_decode = False
-        if not ticket.is_first_token_seen:
-            self.fleet.prefilled(ticket.request, ticket.placement)
-        self.fleet.release_decode(ticket.placement)
-        self._release_prefill(ticket)
-        self.pump.offer()
-
-    def _release_prefill(self, ticket: Ticket) -> None:
-        if ticket.is_holding_prefill:
-            ticket.is_holding_prefill = False
-            self.fleet.release_prefill(ticket.request, ticket.placement)
-            self.pump.offer()
-
-    def _cached(self, request: Request) -> dict[int, int]:
-        """Prompt tokens that each engine is thought to hold, by row index."""
-        if not request.prefix:
-            return {}
-        tokens = request.prefix_tokens
-        most = request.prompt_tokens - 1
-        return {
-            index: min(tokens[depth - 1], most)
-            for index, depth in self.fleet.prefixes.match(request.prefix).items()
-            if depth
-        }
-
     def _note_request(self, ticket: Ticket) -> None:
         request = ticket.request
-        self._retries.note_request(
+        self.retries.note_request(
             request.tenant, request.model, int(monotonic_ms()), ticket.call.client_retries
         )
-
-
-def _told(refuse: Refuse) -> dict[str, Any]:
-    return {
-        "verdict": "refuse",
-        "reason": refuse.reason,
-        "detail": refuse.detail,
-        "rule": refuse.rule or None,
-        "retry_after_ms": refuse.retry_after_ms,
-    }

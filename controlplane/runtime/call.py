@@ -77,10 +77,11 @@ class Ticket:
 
     __slots__ = (
         "attempt", "attempts_failed", "cache_salt", "call", "charge", "completion_tokens_max", "decided_ms",
-        "decisions", "decode_url", "grant", "holds", "id", "idle_until_ms", "is_first_token_seen", "is_holding_decode",
-        "is_holding_prefill", "is_replayed", "is_settled", "live", "model", "n", "opened_at_s", "part",
-        "placement", "policy", "prefill_url", "queue_class", "queue_ms", "rate_headers", "request",
-        "reserved_micro_usd", "rule", "ruling", "static", "terms", "tokens_check_at", "tokens_held", "warnings",
+        "decisions", "decode_url", "grant", "holds", "home_until_ms", "id", "idle_until_ms",
+        "is_first_token_seen", "is_holding_decode", "is_holding_prefill", "is_replayed", "is_settled",
+        "live", "model", "n", "opened_at_s", "part", "placement", "policy", "prefill_url", "queue_class",
+        "queue_ms", "rate_headers", "request", "reserved_micro_usd", "rule", "ruling", "static", "terms",
+        "tokens_check_at", "tokens_held", "warnings",
     )  # fmt: skip
 
     # Set by the gate before it hands the ticket out.
@@ -139,6 +140,7 @@ class Ticket:
         self.decisions = 0
         self.attempts_failed: tuple[EngineRow, ...] = ()
         self.decided_ms = 0.0
+        self.home_until_ms = 0.0
         self.queue_ms = 0.0
         self.is_holding_prefill = False
         self.is_holding_decode = False
@@ -147,3 +149,7 @@ class Ticket:
         self.is_settled = False
         self.tokens_check_at = 0
         self.rate_headers: tuple[tuple[bytes, bytes], ...] = ()
+
+    @property
+    def prompt_bytes(self) -> int:
+        return self.call.prompt_bytes

@@ -8,18 +8,28 @@ ramps and back-pressure make of it is worked out in `runtime/health.py`.
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from math import exp
 
 from controlplane.domain.catalog import Catalog, Node, Role
 from controlplane.domain.decision import Placement
 from controlplane.domain.fleet import EngineRow
-from controlplane.domain.ids import EngineId, ModelName, NodeId
+from controlplane.domain.ids import EngineId, GpuTypeName, ModelName, NodeId, RegionName
 from controlplane.domain.outcome import AttemptOutcome
 from controlplane.domain.pool import OverrideMode, PoolFacts
 from controlplane.domain.request import Request
 from controlplane.reliability.slow_start import ENGINE_RAMP_MS, POOL_RAMP_MS
 from controlplane.runtime.call import Address, monotonic_ms, wall_ms
+from controlplane.runtime.flows import Flows
 from controlplane.runtime.health import EngineHealth, FleetHealth, RegionHealth
-from controlplane.scheduler.perf_model import engine_rates
+from controlplane.scheduler.correction import Correction
+from controlplane.scheduler.perf_model import (
+    PUBLISHED,
+    VLLM,
+    engine_rates,
+    kv_tokens_on,
+    sequences_on,
+    uncached_prefill_ms,
+)
 from controlplane.scheduler.prefix_index import PrefixIndex
 from controlplane.scheduler.tick_log import TickLog
 from dataplane.protocol.messages import (
@@ -34,10 +44,19 @@ from dataplane.protocol.messages import (
 
 log = logging.getLogger(__name__)
 
-TTFT_CORRECTION_MIN = 0.25
-TTFT_CORRECTION_MAX = 4.0
-TTFT_CORRECTION_GAIN = 0.1
 SPEEDUP_MIN = 0.01
+# The kind of engine that agents report of a vLLM server.
+VLLM_KIND = "vllm"
+
+# A pool as the planner prices it: model, GPU type, GPUs of an engine, role, region.
+PoolKey = tuple[ModelName, GpuTypeName, int, Role, RegionName]
+# How much of what an engine's next call is worth, and finds there, counts for the usual.
+USUAL_GAIN = 0.02
+# Calls by model are counted over about this time.
+DEMAND_MS = 60_000.0
+# An engine wakes from sleep at least this many times faster than it loads, from memory or from disk
+# (blog.vllm.ai, 26 Oct 2025: 18 to 200 times).
+WAKE_SPEEDUP = 18.0
 
 
 @dataclass(slots=True)
@@ -48,6 +67,7 @@ class EngineEntry:
     facts: EngineFacts
     address: Address
     health: EngineHealth
+    correction: Correction
 
 
 @dataclass(slots=True)
@@ -58,6 +78,27 @@ class NodeEntry:
     agent_epoch: int
     heard_ms: float
     engines: dict[EngineId, EngineEntry]
+
+
+@dataclass(slots=True)
+class Demand:
+    """Calls that came for a model lately, decayed over DEMAND_MS; `planned_per_s` stands above it."""
+
+    calls: float = 0.0
+    at_ms: float = 0.0
+    planned_per_s: float | None = None
+
+    def came(self, now_ms: float) -> None:
+        self.calls = self.calls * self._kept(now_ms) + 1.0
+        self.at_ms = max(self.at_ms, now_ms)
+
+    def per_ms(self, now_ms: float) -> float:
+        if self.planned_per_s is not None:
+            return self.planned_per_s / 1_000.0
+        return self.calls * self._kept(now_ms) / DEMAND_MS
+
+    def _kept(self, now_ms: float) -> float:
+        return exp(min(0.0, self.at_ms - now_ms) / DEMAND_MS)
 
 
 class FleetState:
@@ -90,6 +131,11 @@ class FleetState:
         self._free_indexes: list[int] = []
         self._index_next = 0
         self._unknown_nodes: set[str] = set()
+        self.flows = Flows(ticks)
+        self._demand: dict[ModelName, Demand] = {}
+        self._bids: dict[ModelName, float] = {}
+        self._kv_prices: Mapping[PoolKey, float] = {}
+        self._stretches_max: Mapping[ModelName, float] = {}
         # Rows that left the fleet while calls still held their credits.
         self.generation = 0
 
@@ -138,12 +184,39 @@ class FleetState:
         """1 for a warm pool, 0 for a cold one that has served nothing yet."""
         return self.pool(model, now_ms).ramp_ratio
 
+    def engine_ramp_ratio(self, row: EngineRow, now_ms: float) -> float:
+        """The same for one engine: its own ramp or its pool's, whichever allows less."""
+        return self._health.ramp_ratio(row, now_ms)
+
     def use_stretch(self, model: ModelName, tpot_stretch_ratio: float | None) -> None:
         """Bound calls in flight so that TPOT stays within this multiple of an empty engine's.
 
-        None: only credits bound them.
+        None: only credits bound them. The planner may have said less.
         """
+        most = self._stretches_max.get(model)
+        if most is not None and tpot_stretch_ratio is not None:
+            tpot_stretch_ratio = min(tpot_stretch_ratio, most)
         self._health.use_stretch(model, tpot_stretch_ratio)
+
+    def use_stretches_max(self, ratios: Mapping[ModelName, float]) -> None:
+        """What the planner found by replay: `use_stretch` goes no further, from its next call on."""
+        self._stretches_max = ratios
+
+    def use_kv_prices(self, micro_usd_per_token_s: Mapping[PoolKey, float]) -> None:
+        """What a KV token-second is worth in each pool beyond its rent; pools not named are not short."""
+        self._kv_prices = micro_usd_per_token_s
+        for node in self.nodes.values():
+            declared = self.catalog.nodes.get(node.id)
+            if declared is None:
+                continue
+            for entry in node.engines.values():
+                row = entry.row
+                price = self._make_row(
+                    declared, entry.facts, row.index
+                ).kv_price_micro_usd_per_token_s
+                if price != row.kv_price_micro_usd_per_token_s:
+                    self.ticks.before_change(row)
+                    row.kv_price_micro_usd_per_token_s = price
 
     def use_overrides(
         self, overrides: Mapping[str, OverrideMode], now_ms: float | None = None
@@ -154,6 +227,40 @@ class FleetState:
     def regions(self) -> list[RegionHealth]:
         """The breakers of pools, by model and region."""
         return self._health.regions()
+
+    # ------------------------------------------------------------ what the planner says
+
+    def use_bid_price(self, model: ModelName, micro_usd: float | None) -> None:
+        """What a call that finds no seat is worth in this pool; None: what calls there usually are."""
+        if micro_usd is None:
+            self._bids.pop(model, None)
+            return
+        self._bids[model] = micro_usd
+        for row in self.rows_for(model):
+            if row.bid_micro_usd != micro_usd:
+                self.ticks.before_change(row)
+                row.bid_micro_usd = micro_usd
+
+    def use_demand(self, model: ModelName, calls_per_s: float | None) -> None:
+        """Calls expected of a model, over which warm-ups are spread; None: as many as came lately."""
+        self._demand.setdefault(model, Demand()).planned_per_s = calls_per_s
+
+    def use_sleep(self, engine_id: str, sleep_level: int) -> None:
+        """An engine sleeps at level 1 or 2 and wakes when it is called, or is awake (0)."""
+        row = self.row_of(engine_id)
+        if row is None or row.sleep_level == sleep_level:
+            return
+        self.ticks.before_change(row)
+        row.sleep_level = sleep_level
+        row.is_warm = sleep_level == 0
+        row.warm_up_ms = _warm_up_ms(row)
+        if sleep_level:
+            # Whatever the level, its KV is gone.
+            self.prefixes.forget(row.index)
+
+    def workflow_ended(self, workflow: str) -> None:
+        """Its engine need not expect further steps."""
+        self.flows.ended(workflow)
 
     # ------------------------------------------------------------ declarations
 
@@ -300,29 +407,38 @@ class FleetState:
             self._health.lent(row, asked_ms)
         return True
 
-    def take(self, request: Request, placement: Placement) -> None:
-        """Spend the credits of a placement. The caller has just asked `fits` of both rows."""
+    def take(self, request: Request, placement: Placement, now_ms: float | None = None) -> None:
+        """Spend the credits of a placement. The caller has just asked `fits` of both rows.
+
+        `now_ms` is by default when the call arrived.
+        """
         row = placement.decode
+        instant_ms = float(request.arrival_ms) if now_ms is None else now_ms
         self.ticks.before_change(row)
+        self._found(row, request, instant_ms)
         row.seats_taken += 1
         row.kv_tokens_taken += placement.kv_tokens
         self._health.dispatched(row, request)
         computed = max(0, request.prompt_tokens - placement.cached_tokens)
         prefill = placement.prefill
+        if prefill is not None:
+            self.ticks.before_change(prefill)
+        self.flows.taken(request, placement, instant_ms)
         if prefill is None:
             row.prefill_tokens_pending += computed
             return
-        self.ticks.before_change(prefill)
         prefill.seats_taken += 1
         prefill.kv_tokens_taken += request.prompt_tokens
         prefill.prefill_tokens_pending += computed
 
     def release_decode(self, placement: Placement) -> None:
         self._give_back(placement.decode, placement.kv_tokens)
+        self.flows.released(placement)
 
     def release_prefill(self, request: Request, placement: Placement) -> None:
         if placement.prefill is not None:
             self._give_back(placement.prefill, request.prompt_tokens)
+            self.flows.released_prefill(placement)
 
     def prefilled(self, request: Request, placement: Placement) -> None:
         """The prompt of a placement is computed, or never will be: it is no longer pending."""
@@ -359,22 +475,127 @@ class FleetState:
     def look_again(self, now_ms: float) -> None:
         """Let time pass: breakers try their engines again, ramps go on, restraints end."""
         self._health.look_again(now_ms)
+        self.flows.expire(now_ms)
+        for entry in self._by_index.values():
+            if not entry.row.is_warm:
+                self._spread(entry.row, now_ms)
 
     def first_token(
-        self, row: EngineRow, predicted_ms: float, actual_ms: float, now_ms: float | None = None
+        self,
+        row: EngineRow,
+        predicted_ms: float,
+        actual_ms: float,
+        now_ms: float | None = None,
+        *,
+        request: Request | None = None,
+        cached_tokens: int = 0,
     ) -> None:
-        """Correct the row's TTFT prediction towards what was measured, within bounds."""
-        if self._is_current(row):
-            instant_ms = monotonic_ms() if now_ms is None else now_ms
-            self._health.first_token(row, predicted_ms, actual_ms, instant_ms)
-        if predicted_ms <= 0:
+        """What a first token teaches of the engine's prefill. Times are milliseconds from the decision.
+
+        `request` and `cached_tokens`, as they were decided on, tell the time of the call's own prompt
+        from that of the prompts before it; without them both count as one.
+        """
+        entry = self._by_index.get(row.index)
+        if entry is None or entry.row is not row:
             return
-        ratio = row.ttft_correction * actual_ms / predicted_ms
-        corrected = row.ttft_correction + TTFT_CORRECTION_GAIN * (ratio - row.ttft_correction)
-        self.ticks.before_change(row)
-        row.ttft_correction = min(TTFT_CORRECTION_MAX, max(TTFT_CORRECTION_MIN, corrected))
+        instant_ms = monotonic_ms() if now_ms is None else now_ms
+        self._health.first_token(row, predicted_ms, actual_ms, instant_ms)
+        if predicted_ms <= 0.0:
+            return
+        prompt_ms = predicted_ms - row.prefill_base_ms
+        if request is not None:
+            prompt_ms = uncached_prefill_ms(request, row, cached_tokens) - row.prefill_base_ms
+        queued_ms = max(0.0, predicted_ms - row.prefill_base_ms - prompt_ms)
+        # The batch that is there now stands for the one that was there at the decision.
+        batch_ms = min(
+            queued_ms,
+            sequences_on(row) * row.decode_ms_per_seq
+            + kv_tokens_on(row) * row.decode_ms_per_kv_token,
+        )
+        # What was predicted by corrected rates is what it would have been by published ones.
+        per_token = entry.correction.first.factors[1]
+        entry.correction.first_token(
+            max(0.0, prompt_ms) / per_token,
+            (queued_ms - batch_ms) / per_token,
+            batch_ms,
+            actual_ms,
+        )
+        self._correct(entry)
+
+    def paced(self, row: EngineRow, predicted_ms: float, actual_ms: float) -> None:
+        """What the pace of a finished call teaches: milliseconds per token after the first.
+
+        `predicted_ms` was predicted at its decision; the batch that it shared is taken to have been
+        half as it was then and half as it is now.
+        """
+        entry = self._by_index.get(row.index)
+        if entry is None or entry.row is not row or predicted_ms <= 0.0:
+            return
+        sequences, kv_tokens = float(max(1, sequences_on(row))), float(kv_tokens_on(row))
+        batch_ms = sequences * row.decode_ms_per_seq + kv_tokens * row.decode_ms_per_kv_token
+        then_ms = max(0.0, predicted_ms - row.decode_ms_base)
+        ratio = 0.5 * (batch_ms + then_ms) / batch_ms if batch_ms > 0.0 else 1.0
+        entry.correction.paced(sequences * ratio, kv_tokens * ratio, actual_ms)
+        self._correct(entry)
+
+    def reused(
+        self,
+        placement: Placement,
+        *,
+        prompt_tokens: int,
+        cached_tokens: int,
+        completion_tokens: int,
+    ) -> None:
+        """What an engine told of a call that has ended: how much of the prompt it had, and how long the
+        answer was, which takes room in the KV cache of the engine that gave it.
+        """
+        first, decode = placement.prefill or placement.decode, placement.decode
+        if self._is_current(first):
+            self.prefixes.observed(
+                first.index,
+                predicted_tokens=placement.cached_tokens,
+                cached_tokens=cached_tokens,
+                prompt_tokens=prompt_tokens,
+                completion_tokens=completion_tokens if first is decode else 0,
+            )
+        if first is not decode and self._is_current(decode):
+            self.prefixes.observed(
+                decode.index,
+                predicted_tokens=0,
+                cached_tokens=0,
+                prompt_tokens=0,
+                completion_tokens=completion_tokens,
+            )
 
     # ------------------------------------------------------------ inside
+
+    def _found(self, row: EngineRow, request: Request, now_ms: float) -> None:
+        """What the call is worth and how full it found the engine, whose change is being logged."""
+        seats = min(row.seats_lent, row.seats_bound)
+        full = min(1.0, row.seats_taken / seats) if seats > 0 else 1.0
+        row.offered_ratio += USUAL_GAIN * (full - row.offered_ratio)
+        if row.model not in self._bids:
+            worth = request.weight * request.value_micro_usd
+            is_first = row.bid_micro_usd == 0.0
+            row.bid_micro_usd += (1.0 if is_first else USUAL_GAIN) * (worth - row.bid_micro_usd)
+        demand = self._demand.get(row.model)
+        if demand is None:
+            demand = self._demand[row.model] = Demand()
+        demand.came(now_ms)
+
+    def _spread(self, row: EngineRow, now_ms: float) -> None:
+        """Calls that share a warm-up: those of its engine for as long as the warm-up takes.
+
+        An engine that was started is kept at least until it has cost as much again (ski rental), so that
+        many calls follow for certain; the model's calls are spread over the engines that serve it.
+        """
+        demand = self._demand.get(row.model)
+        engines = 1 + sum(peer.is_accepting and peer.is_warm for peer in self.rows_for(row.model))
+        per_ms = 0.0 if demand is None else demand.per_ms(now_ms)
+        calls = max(1.0, per_ms * row.warm_up_ms / engines)
+        if abs(calls - row.calls_per_load) > USUAL_GAIN * row.calls_per_load:
+            self.ticks.before_change(row)
+            row.calls_per_load = calls
 
     def _give_back(self, row: EngineRow, kv_tokens: int) -> None:
         self.ticks.before_change(row)
@@ -383,6 +604,10 @@ class FleetState:
         if row.seats_taken < 0 or row.kv_tokens_taken < 0:
             msg = f"credits of {row.engine_id} were released twice"
             raise RuntimeError(msg)
+
+    def _correct(self, entry: EngineEntry) -> None:
+        self.ticks.before_change(entry.row)
+        entry.row.use_rates(entry.correction.rates())
 
     def _is_current(self, row: EngineRow) -> bool:
         """The row has not left the fleet while a call held it."""
@@ -400,7 +625,7 @@ class FleetState:
             self.ticks.before_change(row)
             row.is_accepting = is_accepting
             if is_accepting:
-                row.is_warm = True
+                row.is_warm = row.sleep_level == 0
         return has_begun
 
     def _void_credits(self, row: EngineRow) -> None:
@@ -423,7 +648,9 @@ class FleetState:
         row = self._make_row(declared, facts, index)
         self.prefixes.set_capacity(index, row.kv_tokens_capacity)
         health = self._health.joined(row, facts)
-        entry = EngineEntry(row, facts, (declared.address, facts.port), health)
+        entry = EngineEntry(
+            row, facts, (declared.address, facts.port), health, Correction(row.rates)
+        )
         node.engines[row.engine_id] = entry
         self._by_index[index] = entry
         self._by_id[row.engine_id] = entry
@@ -449,8 +676,14 @@ class FleetState:
         fresh = self._make_row(declared, entry.facts, entry.row.index)
         row = entry.row
         self.ticks.before_change(row)
+        if (row.model, row.gpu_type) != (fresh.model, fresh.gpu_type):
+            entry.correction = Correction(fresh.rates)
         for name in _DECLARED_FIELDS:
             setattr(row, name, getattr(fresh, name))
+        row.sleep_level = 0
+        # What was learned of the hardware holds for its rates as they are published now.
+        entry.correction.published = fresh.rates
+        row.use_rates(entry.correction.rates())
         # An engine tells its capacity when it is ready.
         self.prefixes.set_capacity(row.index, row.kv_tokens_capacity)
         entry.address = (declared.address, entry.facts.port)
@@ -458,7 +691,8 @@ class FleetState:
     def _make_row(self, declared: Node, facts: EngineFacts, index: int) -> EngineRow:
         catalog = self.catalog
         model = catalog.models[ModelName(facts.model)]
-        rates = engine_rates(model, catalog.gpu_types[declared.gpu_type], facts.gpus)
+        coefficients = VLLM if facts.kind == VLLM_KIND else PUBLISHED
+        rates = engine_rates(model, catalog.gpu_types[declared.gpu_type], facts.gpus, coefficients)
         # A simulated engine does in a millisecond what its hardware does in `speed` of them, and costs
         # as much for it.
         speed = max(facts.speedup, SPEEDUP_MIN)
@@ -484,9 +718,14 @@ class FleetState:
             decode_ms_base=rates.decode_ms_base / speed,
             decode_ms_per_seq=rates.decode_ms_per_seq / speed,
             decode_ms_per_kv_token=rates.decode_ms_per_kv_token / speed,
-            kv_price_micro_usd_per_token_s=rates.kv_price_micro_usd_per_token_s * speed,
+            kv_price_micro_usd_per_token_s=rates.kv_price_micro_usd_per_token_s * speed
+            + self._kv_prices.get(
+                (model.name, declared.gpu_type, facts.gpus, Role(facts.role), declared.region), 0.0
+            ),
             load_ms=int(model.load_ms / speed),
         )
+        row.warm_up_ms = _warm_up_ms(row)
+        row.bid_micro_usd = self._bids.get(model.name, 0.0)
         row.generation = facts.started_ms
         row.is_accepting = self._may_accept(declared.id, facts.state)
         row.is_warm = facts.state is not EngineState.STARTING
@@ -501,8 +740,14 @@ _DECLARED_FIELDS = (
     "region", "region_bit", "gpu_type", "gpu_bit", "model", "role", "context_tokens_max", "kv_tokens_capacity",
     "seats_capacity", "micro_usd_per_ms", "prefill_base_ms", "prefill_ms_per_token", "prefill_ms_per_token_sq",
     "decode_ms_base", "decode_ms_per_seq", "decode_ms_per_kv_token", "kv_price_micro_usd_per_token_s", "load_ms",
-    "generation", "is_accepting", "is_warm",
+    "warm_up_ms", "generation", "is_accepting", "is_warm",
 )  # fmt: skip
+
+
+def _warm_up_ms(row: EngineRow) -> int:
+    """Until a cold engine answers: a load, or a waking, and the shortest answer to warm its kernels."""
+    until_ready_ms = row.load_ms / WAKE_SPEEDUP if row.sleep_level else float(row.load_ms)
+    return int(until_ready_ms + row.prefill_base_ms + row.decode_ms_base)
 
 
 def _mask(known: tuple[str, ...], names: tuple[str, ...] | None) -> int:

@@ -1,10 +1,16 @@
-"""Gauges that ask their owners when they are read: fleet, queue, journal."""
+"""Gauges that ask their owners when they are read: fleet and its health, queue, retry budgets, journal."""
 
 from collections.abc import Callable
+from typing import Final
 
 from controlplane.admission.load import PoolLoad
 from controlplane.domain.fleet import EngineRow
+from controlplane.domain.pool import BreakerState
+from controlplane.reliability.retry_budget import RetryBudgets
 from controlplane.runtime.admit import Gate
+from controlplane.runtime.call import monotonic_ms
+from controlplane.runtime.fleet_state import FleetState
+from controlplane.runtime.health import EngineHealth
 from controlplane.store.journal import Journal
 from controlplane.telemetry.metrics import Labels, Metrics
 
@@ -33,6 +39,49 @@ def watch(metrics: Metrics, gate: Gate, journal: Journal) -> None:
     metrics.pool_appointments.watch(per_pool(lambda load: len(load.appointments)))
     metrics.pool_level.watch(per_pool(lambda load: load.levels.cursor))
     metrics.journal_depth.watch(lambda: {(): float(journal.entries_waiting)})
+    watch_health(metrics, gate.fleet, gate.retries)
+
+
+def watch_health(
+    metrics: Metrics,
+    fleet: FleetState,
+    retries: RetryBudgets,
+    clock_ms: Callable[[], float] = monotonic_ms,
+) -> None:
+    """Breakers, ramps, restraint and what is left of the retry budgets."""
+
+    def per_engine(read: Callable[[EngineHealth], float]) -> Callable[[], dict[Labels, float]]:
+        return lambda: {_labels(entry.row): float(read(entry.health)) for entry in fleet.entries()}
+
+    metrics.engine_breaker_state.watch(per_engine(lambda engine: _STATES[engine.breaker.shown]))
+    metrics.engine_ramp_ratio.watch(
+        per_engine(lambda engine: fleet.engine_ramp_ratio(engine.row, clock_ms()))
+    )
+    metrics.engine_seats_withheld.watch(per_engine(lambda engine: engine.seats_withheld))
+    metrics.engine_attempts_expected.watch(per_engine(lambda engine: engine.row.attempts_expected))
+    metrics.pool_breaker_state.watch(
+        lambda: {
+            (region.model, region.region): float(_STATES[region.breaker.shown])
+            for region in fleet.regions()
+        }
+    )
+    metrics.pool_ramp_ratio.watch(
+        lambda: {
+            (model,): fleet.pool_ramp_ratio(model, clock_ms()) for model in fleet.catalog.models
+        }
+    )
+    metrics.pool_retries_left.watch(
+        lambda: {
+            (model,): float(left) for model, left in retries.pools_left(int(clock_ms())).items()
+        }
+    )
+    metrics.tenants_without_retries.watch(
+        lambda: {(): float(retries.tenants_spent(int(clock_ms())))}
+    )
+
+
+# As dashboards show them: the higher, the less gets through.
+_STATES: Final = {BreakerState.CLOSED: 0, BreakerState.HALF_OPEN: 1, BreakerState.OPEN: 2}
 
 
 def _labels(row: EngineRow) -> Labels:

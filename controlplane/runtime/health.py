@@ -85,6 +85,14 @@ class EngineHealth:
     pace_seats: int = SEATS_UNBOUNDED
     restraint: int = SEATS_UNBOUNDED
 
+    @property
+    def seats_withheld(self) -> int:
+        """Seats lent to this replica that the engine's health, not its pace, keeps empty."""
+        lent = self.row.seats_lent
+        if self.row.is_suspect:
+            return lent
+        return max(0, min(self.pace_seats, lent) - self.restraint)
+
 
 @dataclass(slots=True)
 class RegionHealth:
@@ -142,6 +150,10 @@ class FleetHealth:
             pool.facts = self._facts(model, pool.ramp, now_ms)
             pool.facts_ms = now_ms
         return pool.facts
+
+    def ramp_ratio(self, row: EngineRow, now_ms: float) -> float:
+        """Share of its room that an engine may use: 0 in a cold pool, 1 when it and its pool are warm."""
+        return self._ramp_ratio(self._engines[row.index], now_ms)
 
     # ------------------------------------------------------------ engines come and go
 

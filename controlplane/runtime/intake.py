@@ -24,9 +24,12 @@ from controlplane.domain.ids import (
     WorkflowId,
 )
 from controlplane.domain.request import UNLIMITED_MICRO_USD, Request
+from controlplane.reliability.slow_start import is_held_back
+from controlplane.runtime.accounts import Held
 from controlplane.runtime.call import Call, Ticket, monotonic_ms, wall_ms
 from controlplane.runtime.estimates import Estimates
 from controlplane.runtime.fleet_state import FleetState
+from controlplane.runtime.model_choices import ModelChoices, names_a_choice
 from controlplane.runtime.rulings import (
     Clock,
     PoolView,
@@ -37,8 +40,8 @@ from controlplane.runtime.rulings import (
     static_facts,
 )
 from controlplane.runtime.workflow_state import WorkflowEntry, WorkflowStates
-from controlplane.scheduler.prefix_index import chain
 from controlplane.store.budgets import tenant_budget_id, unit_of
+from controlplane.store.replicas import FIRST_GENERATION
 from policies.documents import Phase
 from policies.evaluate import Defer, Policy, Ruling, StaticPart, Terms, terms_for
 from policies.facts import LiveFacts, StaticFacts
@@ -48,6 +51,9 @@ PARTS_KEPT: Final = 1_000
 SESSIONS_KEPT: Final = 50_000
 # A call that asks for a lower tier weighs this much of its class; none can ask for more than its class.
 FLEX_WEIGHT_RATIO: Final = 0.5
+# One call in so many is not refused for the least that its answer takes, so that answers which got
+# shorter are noticed.
+CALLS_PER_TRIAL: Final = 32
 MS_PER_S: Final = 1_000
 PERMILLE: Final = 1_000
 
@@ -83,7 +89,7 @@ class Intake:
     """Prepares calls. Rights are worked out once for each (tenant, model, scope), policy and catalogue.
 
     `policy_for` names the bundle that rules for a tenant, `view` what rules may read of a pool; `ruled`
-    is told of each ruling.
+    is told of each ruling. `generation` names the life of this replica, whose money holds are of.
     """
 
     def __init__(
@@ -103,6 +109,9 @@ class Intake:
         self._policy_for = policy_for
         self._ruled = ruled
         self.view: Callable[[ModelName], PoolView] = _unknown_pool
+        self.generation: Callable[[], int] = lambda: FIRST_GENERATION
+        # Chooses for calls that name a class of tasks instead of a model.
+        self.choices: ModelChoices | None = None
         # Calls in flight by tenant; the gate counts them.
         self.tenant_calls: Counter[str] = Counter()
         self._clock = Clock()
@@ -117,7 +126,7 @@ class Intake:
         Awaits only for a workflow that is not remembered. Raises StateUnavailable.
         """
         model = self.model_of(call)
-        if isinstance(model, Refuse):
+        if isinstance(model, Refuse) and not names_a_choice(call.model):
             return model
         entry: WorkflowEntry | None = None
         if call.workflow is not None:
@@ -125,6 +134,12 @@ class Intake:
             if isinstance(found, Refuse):
                 return found
             entry = found
+        if isinstance(model, Refuse):
+            if self.choices is None:
+                return model
+            model = await self.choices.model_for(call, entry)
+            if isinstance(model, Refuse):
+                return model
         rights = self.rights_of(call, model, entry)
         sizes = self._sizes(call, model, rights, entry)
         static, part = self._part(call, model, rights, entry)
@@ -351,13 +366,14 @@ class Intake:
         if ruling.completion_tokens_max is not None:
             completion_max = min(completion_max, ruling.completion_tokens_max)
         n = call.n if ruling.n_max is None else min(call.n, ruling.n_max)
+        scope = Scope.CHAT if entry is None else entry.record.scope
         expected = self._estimates.completion_tokens(
-            tenant.id, model.name, completion_max, call.completion_tokens_hint
+            tenant.id, model.name, completion_max, call.completion_tokens_hint, scope
         )
         salt = xxhash.xxh3_64_intdigest(
             f"{tenant.cache_salt}\0{model.name}".encode(), call.tools_digest
         )
-        digests, boundaries = chain(call.prefix_bytes, salt)
+        digests, boundaries = self._fleet.prefixes.chain(call.prefix_bytes, salt)
         ratio = prompt_tokens / max(1, call.prompt_bytes)
         deadline_ms, home = sizes.deadline_ms, sizes.home
         workflow_deadline_ms = deadline_ms
@@ -365,12 +381,20 @@ class Intake:
         workflow: WorkflowId | None = None
         if entry is not None:
             workflow = entry.record.id
+            entry.model = model.name
             workflow_deadline_ms = entry.deadline_ms
             deadline_ms = min(deadline_ms, workflow_deadline_ms)
             gap_ms = terms.step_gap_ms if sizes.step + 1 < sizes.steps_expected else 0
         is_flex = call.priority_hint is not None and call.priority_hint < 0
         queue_class = ruling.queue_class or QUEUE_CLASS
         not_before_ms, waits_for_idle, idle_until_ms = _postponed(ruling.defer, received_ms)
+        priority = self._priority(rights, ruling, queue_class)
+        is_begun = workflow is not None and sizes.step > 0
+        if not (is_begun or waits_for_idle or not_before_ms) and is_held_back(
+            self._fleet.pool_ramp_ratio(model.name), priority
+        ):
+            waits_for_idle = True
+            idle_until_ms = int(received_ms) + self._fleet.pool(model.name).warm_in_ms
         request = Request(
             id=call.request_id or self.new_id(),
             tenant=tenant.id,
@@ -389,7 +413,7 @@ class Intake:
             deadline_ms=int(deadline_ms),
             value_micro_usd=slo.value_micro_usd,
             late_micro_usd_per_s=slo.late_micro_usd_per_s,
-            scope=Scope.CHAT if entry is None else entry.record.scope,
+            scope=scope,
             workflow=workflow,
             step=sizes.step,
             steps_expected=sizes.steps_expected,
@@ -401,11 +425,18 @@ class Intake:
             step_gap_ms=gap_ms,
             home=None if home is None else home.engine_id,
             is_single_engine=call.is_single_engine or not terms.may_disaggregate,
-            priority=self._priority(rights, ruling, queue_class),
-            is_begun=workflow is not None and sizes.step > 0,
+            priority=priority,
+            is_begun=is_begun,
             not_before_ms=not_before_ms,
             waits_for_idle=waits_for_idle,
             is_preferred=False,
+            completion_tokens_high=n
+            * self._estimates.completion_tokens_high(tenant.id, model.name, completion_max, scope),
+            completion_tokens_least=1
+            if self._calls % CALLS_PER_TRIAL == 0
+            else self._estimates.completion_tokens_least(
+                tenant.id, model.name, completion_max, scope
+            ),
         )
         completions = self._completions_held(request, call, model, ruling, terms, n)
         cost = model.cost_micro_usd(prompt=prompt_tokens, cached=0, completion=completions)
@@ -424,7 +455,7 @@ class Intake:
             cache_salt=tenant.cache_salt,
             reserved_micro_usd=reserved,
             tokens_held=completions,
-            holds=_holds(call, entry, reserved, prompt_tokens + completions),
+            holds=_holds(call, entry, reserved, prompt_tokens + completions, self.generation()),
             queue_class=queue_class,
             idle_until_ms=idle_until_ms,
             rule=ruling.denied_by or ruling.shed_by or ruling.defer_by,
@@ -451,29 +482,32 @@ class Intake:
             return max(1, most * ruling.reserve_permille // PERMILLE)
         if call.is_stream:
             high = self._estimates.completion_tokens_high(
-                request.tenant, model.name, most // max(1, n)
+                request.tenant, model.name, most // max(1, n), request.scope
             )
             most = min(most, high * n)
         return max(1, int(most * terms.reserve_ratio))
 
 
 def _holds(
-    call: Call, entry: WorkflowEntry | None, micro_usd: int, tokens: int
+    call: Call, entry: WorkflowEntry | None, micro_usd: int, tokens: int, generation: int
 ) -> tuple[Hold, ...]:
     """What is held for a call: the same in each account of a unit."""
     tenant = call.principal.tenant
-    holds = [Hold(tenant_budget_id(tenant.id), Unit.MICRO_USD, micro_usd)]
+    accounts = [tenant_budget_id(tenant.id)]
     if tenant.token_budget is not None:
-        holds.append(Hold(tenant.token_budget, Unit.TOKENS, tokens))
-    for budget_id in call.principal.key_budgets:
-        unit = unit_of(budget_id)
-        holds.append(Hold(budget_id, unit, micro_usd if unit is Unit.MICRO_USD else tokens))
+        accounts.append(tenant.token_budget)
+    accounts += call.principal.key_budgets
     if entry is not None:
-        if entry.record.budget_id is not None:
-            holds.append(Hold(entry.record.budget_id, Unit.MICRO_USD, micro_usd))
-        if entry.record.token_budget_id is not None:
-            holds.append(Hold(entry.record.token_budget_id, Unit.TOKENS, tokens))
-    return tuple(holds)
+        record = entry.record
+        accounts += [
+            each for each in (record.budget_id, record.token_budget_id) if each is not None
+        ]
+    return tuple(
+        Held(account, Unit.MICRO_USD, micro_usd, generation)
+        if unit_of(account) is Unit.MICRO_USD
+        else Held(account, Unit.TOKENS, tokens, generation)
+        for account in accounts
+    )
 
 
 def _postponed(defer: Defer | None, received_ms: float) -> tuple[int, bool, int]:

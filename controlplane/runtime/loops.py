@@ -132,10 +132,11 @@ class Loops:
             await self._agents.roll_call()
 
     async def _beat(self) -> None:
-        if not await replicas.beat(self._engine, self._replica_id):
+        generation = await replicas.beat(self._engine, self._replica_id)
+        if generation != self._accounts.generation:
             # Reaped while it was cut off: its slices were returned and belong to others by now.
             log.error("replica_was_reaped", extra={"fields": {"replica": self._replica_id}})
-            self._accounts.drop_free()
+            self._accounts.begin_life(generation)
         self._gate.use_replicas(await replicas.count_live(self._engine, self._replica_ttl_s))
         await catalog.touch_nodes(
             self._engine, self._fleet.heard_since(monotonic_ms() - BEAT_INTERVAL_S * 1000.0)

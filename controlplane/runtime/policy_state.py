@@ -1,7 +1,7 @@
 """The bundles that this replica rules with: the active one, and the candidate of a rollout beside it.
 
-PostgreSQL says which they are. `refresh` follows it: a bundle is compiled in a thread and comes into use by
-the change of one reference, so a call sees either the old or the new one. A bundle that can not be used
+PostgreSQL says which they are. `refresh` follows it: a bundle is compiled aside and comes into use by the
+change of one reference, so a call sees either the old or the new one. A bundle that can not be used
 never replaces one that can.
 """
 
@@ -17,13 +17,13 @@ from controlplane.domain.catalog import Scope, Tenant
 from controlplane.domain.errors import ConfigurationError, StateUnavailable
 from controlplane.domain.ids import ModelName, ReplicaId, TenantId
 from controlplane.runtime.call import monotonic_ms
+from controlplane.runtime.policy_compile import PolicyCompiler, compile_files
 from controlplane.store import policies as store
 from controlplane.store.policies import Mode, Rollout, RolloutConflict
 from controlplane.telemetry.metrics import Metrics
 from policies.documents import Phase
-from policies.evaluate import Policy, Ruling, compile_policy
+from policies.evaluate import Policy, Ruling
 from policies.facts import LiveFacts, StaticFacts
-from policies.load import bundle_of
 from policies.replay import Judge, verdict_of
 from policies.rollout import RolloutWatch, change_of
 
@@ -34,11 +34,6 @@ POLICY_INTERVAL_S = 0.5
 # Compiled bundles kept: the active one, the candidate, and those to go back to.
 POLICIES_KEPT = 4
 _PERCENT = 100
-
-
-def compile_files(files: Mapping[str, str], where: str) -> Policy:
-    """A bundle from its files. Raises ConfigurationError; CPU-long, so call it from a thread."""
-    return compile_policy(bundle_of(files, where))
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +57,11 @@ class PolicyState:
         *,
         replica_id: ReplicaId,
         metrics: Metrics,
+        compiler: PolicyCompiler,
         clock_ms: Callable[[], float] = monotonic_ms,
     ) -> None:
         self._engine = engine
+        self.compiler = compiler
         self._author = f"replica:{replica_id}"
         self._metrics = metrics
         self._clock_ms = clock_ms
@@ -88,6 +85,7 @@ class PolicyState:
         where: str,
         replica_id: ReplicaId,
         metrics: Metrics,
+        compiler: PolicyCompiler,
         clock_ms: Callable[[], float] = monotonic_ms,
     ) -> "PolicyState":
         """The state of a replica whose folder holds `files`, which rule when no bundle does yet.
@@ -95,7 +93,14 @@ class PolicyState:
         Raises ConfigurationError when they can not be used, StateUnavailable.
         """
         policy = await asyncio.to_thread(compile_files, files, where)
-        state = cls(engine, policy, replica_id=replica_id, metrics=metrics, clock_ms=clock_ms)
+        state = cls(
+            engine,
+            policy,
+            replica_id=replica_id,
+            metrics=metrics,
+            compiler=compiler,
+            clock_ms=clock_ms,
+        )
         row = await store.bootstrap(engine, policy.revision, files, author=state._author)
         if row.active_digest != policy.revision:
             log.info(
@@ -116,6 +121,11 @@ class PolicyState:
     def candidate(self) -> Policy | None:
         """The bundle on trial. While there is one, each call is also told to `shadow`."""
         return self._in_use.candidate
+
+    def ruling(self) -> tuple[Policy, ...]:
+        """The bundles that rule for some tenant."""
+        in_use = self._in_use
+        return (in_use.active,) if in_use.candidate is None else (in_use.active, in_use.candidate)
 
     @property
     def in_use(self) -> InUse:
@@ -231,7 +241,7 @@ class PolicyState:
             if revision is None:
                 raise ConfigurationError(f"there is no revision {digest}")
             where = f"revision {digest[:12]}"
-            policy = await asyncio.to_thread(compile_files, revision.files, where)
+            policy = await self.compiler.compile(revision.files, where)
         self._kept[digest] = policy
         return policy
 

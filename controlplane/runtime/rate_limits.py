@@ -7,7 +7,7 @@ The arithmetic is `admission/rate_limit.py`.
 from collections import OrderedDict
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Final
+from typing import Final, NamedTuple
 
 from controlplane.admission.rate_limit import MINUTE_MS, Meter, Standing, calls_share
 from controlplane.domain.catalog import Limits, Principal
@@ -40,6 +40,16 @@ class Limited:
     limit: int
     retry_after_ms: int
     detail: str
+
+
+class Left(NamedTuple):
+    """What one replica still lets through of a limit; `reset_ms` until all of it is there again."""
+
+    scope: str
+    which: Limit
+    limit: int
+    remaining: int
+    reset_ms: int
 
 
 class _Holder:
@@ -106,6 +116,39 @@ class RateLimits:
             self._count(holder, 1, tokens_estimated, now_ms)
             holder.calls += 1
         return Grant(holders, tokens_estimated)
+
+    def would_limit(
+        self, principal: Principal, limits: Limits, tokens_estimated: int, now_ms: int
+    ) -> Limited | None:
+        """What `take` would object to at this instant. Counts nothing."""
+        if limits == NO_LIMITS and principal.key_limits == NO_LIMITS:
+            return None
+        for holder in self._holders_of(principal, limits, now_ms):
+            limited = self._objection(holder, tokens_estimated, now_ms)
+            if limited is not None:
+                return limited
+        return None
+
+    def left(self, principal: Principal, limits: Limits, now_ms: int) -> list[Left]:
+        """What is left here of every limit that a call by this key would be counted against."""
+        if limits == NO_LIMITS and principal.key_limits == NO_LIMITS:
+            return []
+        found: list[Left] = []
+        replicas = self._replicas
+        for holder in self._holders_of(principal, limits, now_ms):
+            scope, its = holder.scope, holder.limits
+            for which, meter, limit in (
+                (Limit.REQUESTS, holder.requests, its.requests_per_minute),
+                (Limit.TOKENS, holder.tokens, its.tokens_per_minute),
+            ):
+                if limit is not None:
+                    standing = meter.standing(limit, replicas, now_ms)
+                    found.append(Left(scope, which, limit, standing.remaining, standing.reset_ms))
+            most = its.calls_in_flight_max
+            if most is not None:
+                free = max(0, calls_share(most, replicas) - holder.calls)
+                found.append(Left(scope, Limit.CALLS_IN_FLIGHT, most, free, 0))
+        return found
 
     def correct(self, grant: Grant, tokens_used: int, now_ms: int) -> None:
         """The call used so many tokens; only the first correction counts."""

@@ -1,11 +1,12 @@
 """Running workflows in memory: who they belong to, their deadline, their home engine, their calls in flight."""
 
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from controlplane.domain.ids import EngineId, TenantId, WorkflowId
+from controlplane.domain.ids import EngineId, ModelName, TenantId, WorkflowId
 from controlplane.domain.outcome import WorkflowState
 from controlplane.runtime.call import monotonic_ms, wall_ms
 from controlplane.store import workflows
@@ -14,6 +15,8 @@ from controlplane.store.workflows import WorkflowRecord
 WORKFLOWS_MAX = 100_000
 # Another replica may have ended the workflow: ask again after this time.
 RECORD_MS_MAX = 5_000
+
+_ENDED_BY_TENANT = frozenset({WorkflowState.SUCCEEDED, WorkflowState.FAILED})
 
 
 @dataclass(slots=True)
@@ -26,12 +29,20 @@ class WorkflowEntry:
     step_last: int = -1
     # Charged here since the record was read.
     spent_here_micro_usd: int = 0
+    # That of its latest call here.
+    model: ModelName | None = None
+
+
+def _nobody(entry: WorkflowEntry) -> None:
+    del entry
 
 
 class WorkflowStates:
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
         self._entries: OrderedDict[WorkflowId, WorkflowEntry] = OrderedDict()
+        # Told once of each workflow that ran here and whose tenant has said how it ended.
+        self.on_ended: Callable[[WorkflowEntry], None] = _nobody
 
     def recall(self, workflow: str, tenant: TenantId) -> WorkflowEntry | None:
         """The entry when it is fresh and belongs to `tenant`; it is asked for again otherwise."""
@@ -59,10 +70,13 @@ class WorkflowStates:
             if len(self._entries) > WORKFLOWS_MAX:
                 self._evict()
         else:
+            has_ended = self.is_running(entry) and record.state in _ENDED_BY_TENANT
             entry.record = record
             entry.read_ms = now_ms
             entry.deadline_ms = deadline_ms
             entry.spent_here_micro_usd = 0
+            if has_ended:
+                self.on_ended(entry)
         self._entries.move_to_end(record.id)
         return entry
 

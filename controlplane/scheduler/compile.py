@@ -27,6 +27,7 @@ MODULES: Final = (
     "controlplane.domain.request",
     "controlplane.scheduler.legs",
     "controlplane.scheduler.perf_model",
+    "controlplane.scheduler.flow",
     "controlplane.scheduler.axes.gpu_type",
     "controlplane.scheduler.axes.kv_headroom",
     "controlplane.scheduler.axes.weight_warmth",

@@ -118,6 +118,8 @@ def _single(
         e2e_ms_predicted=forecast.e2e_ms,
         cost_micro_usd=total,
         is_feasible=total < INFEASIBLE,
+        ttft_correction=row.ttft_correction,
+        tpot_correction=row.tpot_correction,
     )
 
 
@@ -154,6 +156,8 @@ def _pair(
         e2e_ms_predicted=first.ttft_ms + second.ttft_ms + second.decode_ms,
         cost_micro_usd=total,
         is_feasible=total < INFEASIBLE,
+        ttft_correction=prefill.row.ttft_correction,
+        tpot_correction=decode.tpot_correction,
     )
 
 
@@ -197,7 +201,9 @@ def _victory(request: Request, won: CandidateView, rival: CandidateView | None) 
         for ours, theirs in zip(won.axes, rival.axes, strict=True)
     ]
     gain, axis = max(gains, key=lambda entry: entry[0])
-    if gain <= 0.0 or won.cost_micro_usd >= rival.cost_micro_usd:
+    if won.cost_micro_usd > rival.cost_micro_usd:
+        return f"{begin}, for it was placed together with others that waited, at the least cost in all."
+    if gain <= 0.0 or won.cost_micro_usd == rival.cost_micro_usd:
         return f"{begin}, a tie that the hash of request and engine broke."
     return f"{begin}, mostly because {_because(request, axis, won, rival)}."
 
@@ -216,18 +222,26 @@ def _because(request: Request, axis: Axis, won: CandidateView, rival: CandidateV
         case Axis.WEIGHT_WARMTH:
             return "its weights are warm"
         case Axis.TENANT_PRIORITY:
-            return "it has more room and displaces less"
+            return "it delays and displaces others less there"
         case Axis.WORKFLOW:
             if request.home is not None and won.decode == request.home:
                 return "it holds the context of the steps before"
-            return "the workflow ends earlier with it"
+            if request.workflow is not None:
+                return "the workflow ends earlier with it"
+            return _sooner(won, rival)
         case Axis.LATENCY_BUDGET:
-            earlier_ms = rival.ttft_ms_predicted - won.ttft_ms_predicted
-            if earlier_ms > 0:
-                return f"its first token is predicted {earlier_ms:,.0f} ms earlier"
-            return "its tokens are predicted to come faster"
+            return _sooner(won, rival)
         case Axis.AGENTIC_SCOPE:
             return "keeping the context there for the next step costs less"
+
+
+def _sooner(won: CandidateView, rival: CandidateView) -> str:
+    """Whether it is the first token or those after it that come earlier."""
+    first_ms = rival.ttft_ms_predicted - won.ttft_ms_predicted
+    rest_ms = rival.e2e_ms_predicted - won.e2e_ms_predicted - first_ms
+    if first_ms > 0 and first_ms >= rest_ms:
+        return f"its first token is predicted {first_ms:,.0f} ms earlier"
+    return f"its tokens are predicted to come faster, by {rest_ms:,.0f} ms in all"
 
 
 def _refusal(

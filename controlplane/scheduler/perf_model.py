@@ -6,8 +6,11 @@ concurrency 4-64, from NVIDIA aiconfigurator's published silicon measurements (A
     TPOT ms = 3.48 + 0.95 log2(tp) + 1.15 W/(tp BW) + 1.68 KV/(tp BW) + 2.10 FLOP/(tp F)
 
 with W the bytes of weights, KV the bytes of KV that a step reads, FLOP = 2 P (sequences + prefill
-tokens), BW bytes/s and F dense FLOP/s of one GPU. Mean error 7.3 % in sample, 7 to 10 % with the GPU
-type left out. What it misses on an engine, `EngineRow.ttft_correction` learns online.
+tokens), BW bytes/s and F dense FLOP/s of one GPU. The two overheads are launches and all-reduces of
+80 layers, so they are kept per layer. A mixture of experts adds two terms, fit on runs of
+MiniMax-M2.5, gpt-oss-120b and Kimi-K2.5 of the same table with the others fixed: routing, per layer,
+and the reading of the experts that the tokens of a step touch. `calibrate.py` holds all of it against
+the table, with the GPU type left out; what is missed on an engine is learned online (`correction.py`).
 """
 
 # What runs for every engine compares instead of calling max() and min(), which cost as much as the
@@ -15,7 +18,7 @@ type left out. What it misses on an engine, `EngineRow.ttft_correction` learns o
 # ruff: noqa: FURB136, PLR1730
 
 from dataclasses import dataclass
-from math import ceil, log2
+from math import ceil, log2, sqrt
 from typing import Final
 
 from controlplane.domain.catalog import GpuType, Model
@@ -23,11 +26,26 @@ from controlplane.domain.fleet import EngineRow
 from controlplane.domain.request import Request
 from controlplane.scheduler.legs import DECODE, PREFILL
 
-STEP_OVERHEAD_MS: Final = 3.48
-STEP_OVERHEAD_MS_PER_DOUBLING: Final = 0.95
+# 3.48 and 0.95 ms over the 80 layers of the model of the fit.
+STEP_OVERHEAD_MS_PER_LAYER: Final = 0.0435
+STEP_OVERHEAD_MS_PER_LAYER_DOUBLING: Final = 0.011875
 WEIGHT_READ_FACTOR: Final = 1.15
 KV_READ_FACTOR: Final = 1.68
 FLOP_FACTOR: Final = 2.10
+EXPERT_OVERHEAD_MS_PER_LAYER: Final = 0.0208
+EXPERT_READ_FACTOR: Final = 1.43
+# What vLLM adds to a prompt: kernels launched one by one where no CUDA graph fits, tokenisation, HTTP.
+# Fit on its runs of up to four calls at a time; a simulated engine follows the roofline alone.
+VLLM_PREFILL_MS_PER_LAYER: Final = 0.28
+
+# Below these, weights are held in 8 and in 4 bits, scales included.
+BITS_PER_PARAMETER_8_MAX: Final = 10.0
+BITS_PER_PARAMETER_4_MAX: Final = 6.0
+# Rows are linear in the batch, the share of experts touched is not: it is taken along the chord from
+# one token to this many.
+EXPERT_CHORD_TOKENS: Final = 64
+# Slopes are read off at this distance, where they are not lost beside the overheads.
+_MANY: Final = 1e9
 
 # vLLM's default of --gpu-memory-utilization, and what activations and CUDA graphs take of it.
 HBM_USABLE_RATIO: Final = 0.90
@@ -71,37 +89,157 @@ class EngineRates:
     load_ms: int
 
 
-def engine_rates(model: Model, gpu: GpuType, gpus: int) -> EngineRates:
+@dataclass(frozen=True, kw_only=True)
+class Coefficients:
+    """What the roofline's terms are multiplied by. Overheads are milliseconds per layer."""
+
+    layer_ms: float = STEP_OVERHEAD_MS_PER_LAYER
+    layer_ms_per_doubling: float = STEP_OVERHEAD_MS_PER_LAYER_DOUBLING
+    expert_layer_ms: float = EXPERT_OVERHEAD_MS_PER_LAYER
+    weights: float = WEIGHT_READ_FACTOR
+    experts: float = EXPERT_READ_FACTOR
+    kv: float = KV_READ_FACTOR
+    flop: float = FLOP_FACTOR
+    prefill_layer_ms: float = 0.0
+
+
+PUBLISHED: Final = Coefficients()
+VLLM: Final = Coefficients(prefill_layer_ms=VLLM_PREFILL_MS_PER_LAYER)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTerms:
+    """What a step has to do, in the time that perfect hardware takes for it: layers, then milliseconds."""
+
+    layers: float
+    layer_doublings: float
+    expert_layers: float
+    weights_ms: float
+    experts_ms: float
+    kv_ms: float
+    flop_ms: float
+
+    def cost_ms(self, by: Coefficients) -> float:
+        return (
+            by.layer_ms * self.layers
+            + by.layer_ms_per_doubling * self.layer_doublings
+            + by.expert_layer_ms * self.expert_layers
+            + by.weights * self.weights_ms
+            + by.experts * self.experts_ms
+            + by.kv * self.kv_ms
+            + by.flop * self.flop_ms
+        )
+
+
+def flops_per_s(model: Model, gpu: GpuType) -> float:
+    """Dense FLOP/s of one GPU in the precision of the model's weights.
+
+    Where the GPU has no units of that precision, weights are widened as they are read.
+    """
+    bits = 8.0 * model.weights_bytes / model.parameters
+    if bits <= BITS_PER_PARAMETER_4_MAX:
+        return gpu.fp4_flops_per_s or gpu.flops_per_s
+    if bits <= BITS_PER_PARAMETER_8_MAX:
+        return gpu.fp8_flops_per_s or gpu.flops_per_s
+    return gpu.flops_per_s
+
+
+def experts_touched_ratio(model: Model, tokens: float) -> float:
+    """Share of the experts that a step of `tokens` tokens reads, each token choosing for itself."""
+    if model.experts == 0 or model.experts_active == 0:
+        return 0.0
+    return 1.0 - float((1.0 - model.experts_active / model.experts) ** tokens)
+
+
+def step_terms(
+    model: Model,
+    gpu: GpuType,
+    gpus: int,
+    *,
+    sequences: float,
+    kv_tokens: float,
+    prefill_tokens: float = 0.0,
+    attention_pairs: float = 0.0,
+) -> StepTerms:
+    """One step that decodes `sequences`, reads `kv_tokens`, and computes `prefill_tokens` of prompts.
+
+    `attention_pairs` counts each pair of a prompt token and a token before it; a pair costs 4 L d FLOP.
+    KV that has fewer heads than there are GPUs is held, and read, by several of them.
+    """
+    bytes_per_ms = gpus * gpu.bandwidth_bytes_per_s / MS_PER_S
+    flops_per_ms = gpus * flops_per_s(model, gpu) / MS_PER_S
+    kv_gpus = gpus if model.kv_heads == 0 or model.kv_heads > gpus else model.kv_heads
+    tokens = sequences + prefill_tokens
+    flop = (
+        2.0 * (model.parameters_active or model.parameters) * tokens
+        + 4.0 * model.layers * model.hidden_size * attention_pairs
+    )
+    return StepTerms(
+        layers=model.layers,
+        layer_doublings=model.layers * log2(gpus),
+        expert_layers=model.layers if model.experts else 0,
+        weights_ms=(model.weights_bytes - model.expert_weights_bytes) / bytes_per_ms,
+        experts_ms=(
+            experts_touched_ratio(model, tokens) * model.expert_weights_bytes / bytes_per_ms
+        ),
+        kv_ms=kv_tokens * model.kv_bytes_per_token * gpus / kv_gpus / bytes_per_ms,
+        flop_ms=flop / flops_per_ms,
+    )
+
+
+def kv_tokens_within(model: Model, gpu: GpuType, gpus: int) -> int:
+    """Tokens whose KV fits beside the weights on `gpus` GPUs, 0 when the weights do not fit."""
+    kv_gpus = gpus if model.kv_heads == 0 or model.kv_heads > gpus else model.kv_heads
+    usable_bytes = gpus * (gpu.hbm_bytes * HBM_USABLE_RATIO - ACTIVATION_BYTES_PER_GPU)
+    bytes_left = (usable_bytes - model.weights_bytes) * kv_gpus / gpus
+    return max(0, int(bytes_left / model.kv_bytes_per_token))
+
+
+def engine_rates(
+    model: Model, gpu: GpuType, gpus: int, coefficients: Coefficients = PUBLISHED
+) -> EngineRates:
     """Rates of `model` on `gpus` GPUs of one type, in tensor parallel.
 
     `kv_tokens_capacity` is 0 when the weights do not fit. A KV token-second is priced at the share of
     the engine that it occupies: then holding KV for tau costs as much as computing it again exactly
     at tau* = prefill time per token x capacity (the break-even of Continuum, arXiv 2511.02230).
     """
-    bytes_per_ms = gpus * gpu.bandwidth_bytes_per_s / MS_PER_S
-    flops_per_ms = gpus * gpu.flops_per_s / MS_PER_S
-    base_ms = (
-        STEP_OVERHEAD_MS
-        + STEP_OVERHEAD_MS_PER_DOUBLING * log2(gpus)
-        + WEIGHT_READ_FACTOR * model.weights_bytes / bytes_per_ms
-    )
-    per_token_ms = FLOP_FACTOR * 2.0 * model.parameters / flops_per_ms
-    per_kv_token_ms = KV_READ_FACTOR * model.kv_bytes_per_token / bytes_per_ms
-    micro_usd_per_ms = gpus * gpu.price_micro_usd_per_hour / MS_PER_HOUR
 
-    kv_bytes = (
-        gpus * (gpu.hbm_bytes * HBM_USABLE_RATIO - ACTIVATION_BYTES_PER_GPU) - model.weights_bytes
+    def step_ms(sequences: float, kv_tokens: float, prefill_tokens: float, pairs: float) -> float:
+        return step_terms(
+            model,
+            gpu,
+            gpus,
+            sequences=sequences,
+            kv_tokens=kv_tokens,
+            prefill_tokens=prefill_tokens,
+            attention_pairs=pairs,
+        ).cost_ms(coefficients)
+
+    idle_ms = step_ms(0.0, 0.0, 0.0, 0.0)
+    chord_ms = step_ms(EXPERT_CHORD_TOKENS, 0.0, 0.0, 0.0) - step_ms(1.0, 0.0, 0.0, 0.0)
+    per_seq_ms = chord_ms / (EXPERT_CHORD_TOKENS - 1)
+    base_ms = step_ms(1.0, 0.0, 0.0, 0.0) - per_seq_ms
+    per_kv_token_ms = (step_ms(0.0, _MANY, 0.0, 0.0) - idle_ms) / _MANY
+    per_pair_ms = (step_ms(0.0, 0.0, 0.0, _MANY) - idle_ms) / _MANY
+    bytes_per_ms = gpus * gpu.bandwidth_bytes_per_s / MS_PER_S
+    # A prompt touches all experts, once, and then pays for its FLOPs alone.
+    experts_ms = coefficients.experts * model.expert_weights_bytes / bytes_per_ms
+    parameters = model.parameters_active or model.parameters
+    per_token_ms = (
+        coefficients.flop * 2.0 * parameters * MS_PER_S / (gpus * flops_per_s(model, gpu))
     )
-    kv_tokens = max(0, int(kv_bytes / model.kv_bytes_per_token))
+
+    micro_usd_per_ms = gpus * gpu.price_micro_usd_per_hour / MS_PER_HOUR
+    kv_tokens = kv_tokens_within(model, gpu, gpus)
     stretch_ms = (TPOT_STRETCH_MAX - 1.0) * base_ms
-    seats = int(stretch_ms / (per_token_ms + per_kv_token_ms * CONTEXT_TOKENS_NOMINAL))
+    seats = int(stretch_ms / (per_seq_ms + per_kv_token_ms * CONTEXT_TOKENS_NOMINAL))
     return EngineRates(
-        prefill_base_ms=base_ms,
+        prefill_base_ms=idle_ms + experts_ms + coefficients.prefill_layer_ms * model.layers,
         prefill_ms_per_token=per_token_ms,
-        # Attention: 4 L d FLOP for each pair of a new token and a token before it.
-        prefill_ms_per_token_sq=FLOP_FACTOR * 4.0 * model.layers * model.hidden_size / flops_per_ms,
+        prefill_ms_per_token_sq=per_pair_ms,
         decode_ms_base=base_ms,
-        decode_ms_per_seq=per_token_ms,
+        decode_ms_per_seq=per_seq_ms,
         decode_ms_per_kv_token=per_kv_token_ms,
         micro_usd_per_ms=micro_usd_per_ms,
         kv_tokens_capacity=kv_tokens,
@@ -190,18 +328,37 @@ def kv_tokens_on(row: EngineRow) -> int:
     return row.kv_tokens_used if row.kv_tokens_used > row.kv_tokens_taken else row.kv_tokens_taken
 
 
-def kv_tokens_needed(request: Request, cached_tokens: int, leg: int) -> int:
-    """KV that is charged to the engine's credits: what the call adds at its peak.
+def completion_tokens_reserved(request: Request, others: int) -> int:
+    """Output tokens that one more call reserves beside `others` on an engine.
 
-    After Past-Future (LightLLM): a call's peak is its prompt plus the output still expected. Prompt
-    tokens that the engine holds already are not added again. A decode leg receives the whole prompt.
+    Alone the high quantile; beside others nearer to the mean, for what n answers exceed their sum by grows
+    with the root of n: mean + (high - mean) / sqrt(n). The mean by Swanson's rule, 0.3, 0.4 and 0.3 of the
+    quantiles 0.1, 0.5 and 0.9, the lowest as far below the median, by ratio, as the highest is above. That
+    calls end one after the other, which Past-Future (LightLLM, arXiv 2507.10150) also counts on, does not
+    hold for a burst that began together.
+    """
+    median = request.completion_tokens_expected
+    high = request.completion_tokens_high
+    if high <= median:
+        return median
+    mean = 0.4 * median + 0.3 * (high + median * median / high)
+    return int(mean + (high - mean) / sqrt(others + 1.0))
+
+
+def kv_tokens_needed(request: Request, cached_tokens: int, leg: int, others: int = 0) -> int:
+    """KV that is charged to the engine's credits: what the call adds at its future peak.
+
+    After Past-Future (LightLLM): a call's peak is its prompt plus the output still to come, by quantile;
+    `others` are the calls there already. Prompt tokens that the engine holds already are not added
+    again. A decode leg receives the whole prompt.
     """
     if leg == PREFILL:
         return request.prompt_tokens
+    completion = completion_tokens_reserved(request, others)
     if leg == DECODE:
-        return request.prompt_tokens + request.completion_tokens_expected
+        return request.prompt_tokens + completion
     added = request.prompt_tokens - cached_tokens
-    return (added if added > 0 else 0) + request.completion_tokens_expected
+    return (added if added > 0 else 0) + completion
 
 
 class Forecast:
@@ -211,11 +368,12 @@ class Forecast:
     to credits; `kv_tokens_pinned` are in use at the peak, cached or not, for what is in use can not be
     evicted. `prefill_ms` computes the uncached prompt. `gpu_ms` is the time of the engine that the call
     uses up, as opposed to the times that it takes: `ttft_ms`, `ttft_ms_least` (its lower bound:
-    nobody else there), `tpot_ms` (mean step), `decode_ms` (first token to last), `e2e_ms`.
+    nobody else there), `tpot_ms` (mean step), `decode_ms` (first token to last), `decode_ms_least` (its
+    lower bound: the shortest answer, on an engine without anybody else), `e2e_ms`.
     """
 
     __slots__ = (
-        "before_ms", "cached_tokens", "decode_ms", "e2e_ms", "gpu_ms", "kv_saturation", "kv_tokens",
+        "before_ms", "cached_tokens", "decode_ms", "decode_ms_least", "e2e_ms", "gpu_ms", "kv_saturation", "kv_tokens",
         "kv_tokens_pinned", "leg", "now_ms", "prefill_ms", "sequences", "tpot_ms", "ttft_ms", "ttft_ms_least",
     )  # fmt: skip
 
@@ -238,7 +396,7 @@ class Forecast:
         self.leg = leg
         self.before_ms = before_ms
         self.sequences = sequences
-        self.kv_tokens = kv_tokens_needed(request, cached_tokens, leg)
+        self.kv_tokens = kv_tokens_needed(request, cached_tokens, leg, sequences)
         self.kv_tokens_pinned = prompt + expected
 
         capacity = float(row.kv_tokens_capacity)
@@ -248,7 +406,7 @@ class Forecast:
         prefill_ms = uncached_prefill_ms(request, row, cached_tokens)
         self.prefill_ms = prefill_ms
         # How far a load has come is not reported, so all of it is counted.
-        warm_up_ms = 0.0 if row.is_warm else float(row.load_ms)
+        warm_up_ms = 0.0 if row.is_warm else float(row.warm_up_ms)
         load_ms = sequences * row.decode_ms_per_seq + kv_tokens_there * row.decode_ms_per_kv_token
         tpot_ms = (
             row.decode_ms_base
@@ -267,12 +425,19 @@ class Forecast:
             if backlog < row.prefill_tokens_pending:
                 backlog = float(row.prefill_tokens_pending)
             busy_ms = backlog * row.prefill_ms_per_token + load_ms
-            ttft_ms = (busy_ms + prefill_ms) * row.ttft_correction + warm_up_ms
-            least = row.ttft_correction if row.ttft_correction < 1.0 else 1.0
-            self.ttft_ms_least = prefill_ms * least + warm_up_ms
+            ttft_ms = busy_ms + prefill_ms + warm_up_ms
+            # What was learned of a slow engine may pass; a lower bound does not count on it.
+            slow = row.ttft_correction if row.ttft_correction > 1.0 else 1.0
+            self.ttft_ms_least = prefill_ms / slow + warm_up_ms
         decode_ms = 0.0
+        self.decode_ms_least = 0.0
         gpu_ms = 0.0 if leg == DECODE else prefill_ms
         if leg != PREFILL:
+            if request.completion_tokens_least > 1:
+                slow = row.tpot_correction if row.tpot_correction > 1.0 else 1.0
+                self.decode_ms_least = (
+                    (request.completion_tokens_least - 1.0) * row.decode_ms_base / slow
+                )
             decode_ms = (expected - 1.0) * tpot_ms if expected > 1.0 else 0.0
             gpu_ms += decode_gpu_ms(request, row)
         self.ttft_ms = ttft_ms

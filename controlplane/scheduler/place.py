@@ -29,6 +29,12 @@ from controlplane.scheduler.axes.weight_warmth import cost as weight_warmth
 from controlplane.scheduler.axes.weight_warmth import is_warm_in_time
 from controlplane.scheduler.axes.workflow import HOME_RECOMPUTE_FACTOR, is_within_budget
 from controlplane.scheduler.axes.workflow import cost as workflow
+from controlplane.scheduler.flow import (
+    caused_ms,
+    own_ms,
+    step_ms_added,
+    urgency_micro_usd_per_s,
+)
 from controlplane.scheduler.legs import DECODE, PREFILL, WHOLE
 from controlplane.scheduler.perf_model import (
     INFEASIBLE,
@@ -36,6 +42,8 @@ from controlplane.scheduler.perf_model import (
     Forecast,
     decode_gpu_ms,
     kv_tokens_needed,
+    kv_tokens_on,
+    sequences_on,
     uncached_prefill_ms,
 )
 
@@ -126,7 +134,7 @@ def prefill_choices(
         if not is_allowed(request, row) or not fits(row, kv_tokens, now_ms, request.is_preferred):
             continue
         tokens = cached.get(row.index, 0)
-        if floor_micro_usd(request, row, tokens, PREFILL) > limit:
+        if floor_micro_usd(request, row, tokens, PREFILL, 0.0) > limit:
             continue
         forecast = Forecast(request, row, tokens, now_ms, PREFILL, 0.0)
         cost = price(request, row, forecast, limit)
@@ -139,33 +147,38 @@ def prefill_choices(
     return best
 
 
-def floor_micro_usd(request: Request, row: EngineRow, cached_tokens: int, leg: int) -> float:
-    """Lower bound of a leg's `price`, from the terms that need no forecast of the load.
+def floor_micro_usd(
+    request: Request, row: EngineRow, cached_tokens: int, leg: int, urgency: float
+) -> float:
+    """Lower bound of a leg's `price`, near to it, from the terms that need no forecast of the load.
 
-    A hair below their exact sum, for the sum of the axes rounds in another order.
+    `urgency` is that of the request now. A hair below their exact sum, for the sum of the axes rounds in
+    another order.
     """
     prefill_ms = uncached_prefill_ms(request, row, cached_tokens)
-    total_ms = 0.0 if leg == DECODE else prefill_ms
+    gpu_ms = 0.0 if leg == DECODE else prefill_ms
     if leg != PREFILL:
-        total_ms += decode_gpu_ms(request, row)
-        if request.home is not None and request.home != row.engine_id:
-            total_ms += HOME_RECOMPUTE_FACTOR * prefill_ms
-    return total_ms * row.micro_usd_per_ms * (1.0 - 1e-9)
-
-
-def likely_first(rows: Sequence[EngineRow], held: dict[int, int]) -> Sequence[EngineRow]:
-    """Rows that hold some of the prompt before the others: a cheap first find ends most sums early."""
-    if not held:
-        return rows
-    likely: list[EngineRow] = []
-    others: list[EngineRow] = []
-    for row in rows:
-        if row.index in held:
-            likely.append(row)
-        else:
-            others.append(row)
-    likely.extend(others)
-    return likely
+        gpu_ms += decode_gpu_ms(request, row)
+    total = gpu_ms * row.micro_usd_per_ms * row.attempts_expected
+    if request.home is None and row.flows_micro_usd_per_s > 0.0:
+        delay_ms = caused_ms(request, row, leg, prefill_ms)
+        total += row.flows_micro_usd_per_s * delay_ms / MS_PER_S
+    if leg != PREFILL:
+        tpot_ms = (
+            row.decode_ms_base
+            + sequences_on(row) * row.decode_ms_per_seq
+            + kv_tokens_on(row) * row.decode_ms_per_kv_token
+            + step_ms_added(request, row)
+        )
+        expected = float(request.completion_tokens_expected)
+        call_ms = (expected - 1.0) * tpot_ms if expected > 1.0 else 0.0
+        if leg == WHOLE:
+            call_ms += prefill_ms
+        total += own_ms(request, row, call_ms, tpot_ms) / MS_PER_S * urgency
+        is_moving = request.home is not None and request.home != row.engine_id
+        if is_moving and request.workflow is not None:
+            total += HOME_RECOMPUTE_FACTOR * prefill_ms * row.micro_usd_per_ms
+    return total * (1.0 - 1e-9)
 
 
 def place(
@@ -176,30 +189,41 @@ def place(
     Single engines are those that decode; a pair must be strictly cheaper than the best of them.
     """
     held = cached if isinstance(cached, dict) else dict(cached)
+    urgency = urgency_micro_usd_per_s(request, now_ms)
     seed = tie_seed(request)
     best: EngineRow | None = None
     best_cost = INFEASIBLE
     prefill_rows = 0
-    for row in likely_first(rows, held):
-        if row.role is _PREFILL_ROLE:
-            prefill_rows += 1
-            continue
-        tokens = held.get(row.index, 0)
-        # Asked before anything is predicted. The axes ask again; most rows never come to that.
-        if not is_allowed(request, row):
-            continue
-        if not fits(row, kv_tokens_needed(request, tokens, WHOLE), now_ms, request.is_preferred):
-            continue
-        if floor_micro_usd(request, row, tokens, WHOLE) > best_cost:
-            continue
-        forecast = Forecast(request, row, tokens, now_ms, WHOLE, 0.0)
-        cost = price(request, row, forecast, best_cost)
-        if cost == INFEASIBLE:
-            continue
-        if best is not None and cost == best_cost and tie_break(seed, row) > tie_break(seed, best):
-            continue
-        best = row
-        best_cost = cost
+    others: list[EngineRow] = []
+    # Who holds some of the prompt comes first: a cheap find ends the sums of most others early.
+    for is_second in (False, True):
+        for row in others if is_second else rows:
+            tokens = 0
+            if not is_second:
+                if row.role is _PREFILL_ROLE:
+                    prefill_rows += 1
+                    continue
+                tokens = held.get(row.index, 0)
+                if tokens == 0:
+                    others.append(row)
+                    continue
+            # Asked before anything is predicted. The axes ask again; most rows never come to that.
+            if not is_allowed(request, row):
+                continue
+            kv_tokens = kv_tokens_needed(request, tokens, WHOLE, sequences_on(row))
+            if not fits(row, kv_tokens, now_ms, request.is_preferred):
+                continue
+            if floor_micro_usd(request, row, tokens, WHOLE, urgency) > best_cost:
+                continue
+            forecast = Forecast(request, row, tokens, now_ms, WHOLE, 0.0)
+            cost = price(request, row, forecast, best_cost)
+            if cost == INFEASIBLE:
+                continue
+            is_tie = best is not None and cost == best_cost
+            if is_tie and best is not None and tie_break(seed, row) > tie_break(seed, best):
+                continue
+            best = row
+            best_cost = cost
 
     if prefill_rows and not request.is_single_engine:
         pair = _cheapest_pair(request, rows, held, now_ms, best_cost)
@@ -220,6 +244,60 @@ def place(
     )
 
 
+def prices(
+    request: Request,
+    rows: Sequence[EngineRow],
+    cached: Mapping[int, int],
+    now_ms: int,
+    kept: int,
+) -> tuple[dict[int, float], set[int]]:
+    """Micro-dollars of the cheapest placement that decodes on a row, by its place in `rows`; which are pairs.
+
+    Rows without one are left out, and of the others all but the `kept` cheapest by their lower bounds.
+    """
+    held = cached if isinstance(cached, dict) else dict(cached)
+    urgency = urgency_micro_usd_per_s(request, now_ms)
+    choices: dict[int, PrefillChoice] = {}
+    if not request.is_single_engine:
+        choices = prefill_choices(request, rows, held, now_ms)
+    floors: list[tuple[float, int]] = []
+    choice: PrefillChoice | None
+    for at, row in enumerate(rows):
+        if row.role is _PREFILL_ROLE or not is_allowed(request, row):
+            continue
+        tokens = held.get(row.index, 0)
+        kv_tokens = kv_tokens_needed(request, tokens, WHOLE, sequences_on(row))
+        if not fits(row, kv_tokens, now_ms, request.is_preferred):
+            continue
+        floor = floor_micro_usd(request, row, tokens, WHOLE, urgency)
+        choice = choices.get(row.region_bit)
+        if choice is not None and choice.cost_micro_usd < floor:
+            paired = choice.cost_micro_usd + floor_micro_usd(request, row, tokens, DECODE, urgency)
+            floor = min(floor, paired)
+        floors.append((floor, at))
+    if len(floors) > kept:
+        floors.sort()
+        del floors[kept:]
+    found: dict[int, float] = {}
+    pairs: set[int] = set()
+    for _, at in floors:
+        row = rows[at]
+        tokens = held.get(row.index, 0)
+        cost = price(request, row, Forecast(request, row, tokens, now_ms, WHOLE, 0.0))
+        choice = choices.get(row.region_bit)
+        if choice is not None and choice.cost_micro_usd < cost:
+            least = choice.cost_micro_usd + floor_micro_usd(request, row, tokens, DECODE, urgency)
+            if least < cost:
+                forecast = Forecast(request, row, tokens, now_ms, DECODE, choice.ttft_ms)
+                paired = choice.cost_micro_usd + price(request, row, forecast)
+                if paired < cost:
+                    cost = paired
+                    pairs.add(at)
+        if cost < INFEASIBLE:
+            found[at] = cost
+    return found, pairs
+
+
 def _cheapest_pair(
     request: Request,
     rows: Sequence[EngineRow],
@@ -231,7 +309,7 @@ def _cheapest_pair(
     choices = prefill_choices(request, rows, cached, now_ms, single_cost)
     if not choices:
         return None
-    kv_tokens = kv_tokens_needed(request, 0, DECODE)
+    urgency = urgency_micro_usd_per_s(request, now_ms)
     seed = tie_seed(request)
     best: EngineRow | None = None
     best_cost = single_cost
@@ -242,12 +320,15 @@ def _cheapest_pair(
         choice = choices.get(row.region_bit)
         if choice is None or choice.cost_micro_usd > best_cost:
             continue
-        if not is_allowed(request, row) or not fits(row, kv_tokens, now_ms, request.is_preferred):
+        if not is_allowed(request, row):
+            continue
+        kv_tokens = kv_tokens_needed(request, 0, DECODE, sequences_on(row))
+        if not fits(row, kv_tokens, now_ms, request.is_preferred):
             continue
         tokens = cached.get(row.index, 0)
         # The limit is widened by a hair: it is a difference, and differences round.
         limit = (best_cost - choice.cost_micro_usd) * (1.0 + 1e-9)
-        if floor_micro_usd(request, row, tokens, DECODE) > limit:
+        if floor_micro_usd(request, row, tokens, DECODE, urgency) > limit:
             continue
         forecast = Forecast(request, row, tokens, now_ms, DECODE, choice.ttft_ms)
         cost = choice.cost_micro_usd + price(request, row, forecast, limit)
@@ -330,7 +411,7 @@ def object_to(
             # Calls are spread over their lives, so a seat frees once in a call's time / calls.
             retry_after_ms = min(retry_after_ms, forecast.e2e_ms / max(1, forecast.sequences))
         elif kind == _STARTING:
-            load_ms = min(load_ms, float(row.load_ms))
+            load_ms = min(load_ms, float(row.warm_up_ms))
     model = request.model
     if counts[_FULL]:
         detail = f"all engines of `{model}` that could take the call are full ({counts[_FULL]:,})"

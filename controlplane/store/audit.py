@@ -25,6 +25,19 @@ VERIFY_ENTRIES_PER_QUERY = 1_000
 APPEND_LOCK = 0x4845_4144_4155_44
 
 Members = dict[str, Any]
+SUBJECT_CHARACTERS_MAX = 255
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """Who changes something, and why: `key:ID` of an operator, or what acts by itself."""
+
+    actor: str
+    reason: str = ""
+
+
+# A process that reaches the database itself, without anybody's key.
+LOCAL = Change(actor="local")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +129,22 @@ async def append(
     members["hash"] = hash_of(unsigned)
     await connection.execute(insert(tables.audit_log).values(**members))
     return AuditEntry(**members)
+
+
+async def note(
+    connection: AsyncConnection,
+    by: Change,
+    action: str,
+    subject: str,
+    before: Members | None,
+    after: Members | None,
+) -> None:
+    """Write a change down in the caller's transaction, as its last statement. What changed nothing is
+    no change.
+    """
+    if before != after:
+        cut = subject[:SUBJECT_CHARACTERS_MAX]
+        await append(connection, by.actor, action, cut, by.reason, before, after)
 
 
 async def list_entries(

@@ -10,6 +10,8 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from controlplane.admission.budget import Unit, Window
 from controlplane.domain.errors import ConfigurationError
+from controlplane.store import audit
+from controlplane.store.audit import LOCAL, Change, Members
 from controlplane.store.budgets import ARCHIVE_SQL, BEGINS_SQL, TOKENS_SUFFIX, unit_of
 from controlplane.store.catalog import raise_revision
 from controlplane.store.paging import LIMIT_MAX, BadCursor, Page
@@ -123,7 +125,12 @@ async def get_budget(
 
 
 async def set_budget(
-    engine: AsyncEngine, budget_id: str, *, limit: int, window: Window | None = None
+    engine: AsyncEngine,
+    budget_id: str,
+    *,
+    limit: int,
+    window: Window | None = None,
+    by: Change = LOCAL,
 ) -> BudgetView:
     """Set what may be spent in each window, never below what is spent and reserved in this one.
 
@@ -150,6 +157,7 @@ async def set_budget(
             "limit": limit,
             "window": window and str(window),
         }
+        before = await _lock(connection, budget_id)
         made = await connection.execute(
             text(
                 'INSERT INTO budgets (id, unit, "limit") VALUES (:id, :unit, :limit)'
@@ -166,11 +174,14 @@ async def set_budget(
             values,
         )
         view = await _read(connection, budget_id)
-    assert view is not None
+        assert view is not None
+        await audit.note(
+            connection, by, "budget.set", f"budget:{budget_id}", before, _members(view)
+        )
     return view
 
 
-async def remove_budget(engine: AsyncEngine, budget_id: str) -> bool:
+async def remove_budget(engine: AsyncEngine, budget_id: str, by: Change = LOCAL) -> bool:
     """Lift a limit: the account goes with its history. False when there is none.
 
     Raises ConfigurationError for one that its owner can not be without.
@@ -187,12 +198,26 @@ async def remove_budget(engine: AsyncEngine, budget_id: str) -> bool:
             raise ConfigurationError(
                 f"the budget `{budget_id}` can not be removed: give it a higher limit"
             )
-        gone = await connection.execute(
-            text("DELETE FROM budgets WHERE id = :id"), {"id": budget_id}
-        )
-        if gone.rowcount:
-            await raise_revision(connection)
-        return gone.rowcount > 0
+        before = await _lock(connection, budget_id)
+        if before is None:
+            return False
+        await connection.execute(text("DELETE FROM budgets WHERE id = :id"), {"id": budget_id})
+        await raise_revision(connection)
+        await audit.note(connection, by, "budget.remove", f"budget:{budget_id}", before, None)
+        return True
+
+
+async def _lock(connection: AsyncConnection, budget_id: str) -> Members | None:
+    """What operators set of an account, which nobody else changes until the transaction ends."""
+    rows = await connection.execute(
+        text('SELECT "limit", "window" FROM budgets WHERE id = :id FOR UPDATE'), {"id": budget_id}
+    )
+    row = rows.one_or_none()
+    return None if row is None else {"limit": row.limit, "window": row.window}
+
+
+def _members(view: BudgetView) -> Members:
+    return {"limit": view.limit, "window": str(view.window)}
 
 
 async def _read(connection: AsyncConnection, budget_id: str) -> BudgetView | None:

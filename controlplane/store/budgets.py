@@ -14,7 +14,9 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from controlplane.admission.budget import Unit, Window
 from controlplane.domain.ids import KeyId, ReplicaId, TenantId, WorkflowId
-from controlplane.store import tables
+from controlplane.store import audit, tables
+from controlplane.store.audit import LOCAL, Change
+from controlplane.store.replicas import FIRST_GENERATION
 from controlplane.store.session import transaction
 
 WINDOWS_PER_PASS_MAX = 1_000
@@ -94,6 +96,7 @@ _LEASE = text(
         FROM left_over, replicas
         WHERE free >= :at_least
               AND replicas.id = :replica_id AND replicas.ended_at IS NULL
+              AND replicas.generation = :generation
     ), moved AS (
         UPDATE budgets SET
             reserved = reserved + COALESCE((SELECT amount FROM granted), 0),
@@ -103,9 +106,9 @@ _LEASE = text(
         WHERE budgets.id = left_over.id
               AND (left_over.is_due OR EXISTS (SELECT FROM granted))
     )
-    INSERT INTO budget_leases AS lease (budget_id, replica_id, amount)
-    SELECT id, :replica_id, amount FROM granted
-    ON CONFLICT (budget_id, replica_id) DO UPDATE SET amount = lease.amount + excluded.amount
+    INSERT INTO budget_leases AS lease (budget_id, replica_id, generation, amount)
+    SELECT id, :replica_id, :generation, amount FROM granted
+    ON CONFLICT (budget_id, replica_id, generation) DO UPDATE SET amount = lease.amount + excluded.amount
     RETURNING (SELECT amount FROM granted)
     """  # noqa: S608 - parts of it stand above
 )
@@ -124,11 +127,17 @@ _ROLL_OVER = text(
 
 
 async def lease(
-    engine: AsyncEngine, budget_id: str, replica_id: ReplicaId, at_least: int, wanted: int
+    engine: AsyncEngine,
+    budget_id: str,
+    replica_id: ReplicaId,
+    at_least: int,
+    wanted: int,
+    generation: int = FIRST_GENERATION,
 ) -> int:
-    """Add some of the account to the replica's slice: between `at_least` and `wanted`, or 0.
+    """Add some of the account to the slice of a replica's life: between `at_least` and `wanted`, or 0.
 
-    0 also for an unknown account, and for a replica that is not registered or has been reaped.
+    0 also for an unknown account, and for a replica that is not registered, has been reaped, or is in
+    another life by now.
     """
     at_least = max(at_least, 1)
     async with transaction(engine) as connection:
@@ -137,6 +146,7 @@ async def lease(
             {
                 "budget_id": budget_id,
                 "replica_id": replica_id,
+                "generation": generation,
                 "at_least": at_least,
                 "wanted": max(at_least, wanted),
             },
@@ -144,8 +154,14 @@ async def lease(
     return int(amount or 0)
 
 
-async def surrender(engine: AsyncEngine, budget_id: str, replica_id: ReplicaId, amount: int) -> int:
-    """Give `amount` of the slice back, at most what the slice holds.
+async def surrender(
+    engine: AsyncEngine,
+    budget_id: str,
+    replica_id: ReplicaId,
+    amount: int,
+    generation: int = FIRST_GENERATION,
+) -> int:
+    """Give `amount` of the slice of this life back, at most what the slice holds.
 
     Returns how much.
     """
@@ -159,16 +175,23 @@ async def surrender(engine: AsyncEngine, budget_id: str, replica_id: ReplicaId, 
                 WITH held AS (
                     SELECT LEAST(amount, :amount) AS amount FROM budget_leases
                     WHERE budget_id = :budget_id AND replica_id = :replica_id
+                          AND generation = :generation
                 ), kept AS (
                     UPDATE budget_leases SET amount = budget_leases.amount - held.amount
                     FROM held WHERE budget_id = :budget_id AND replica_id = :replica_id
+                          AND generation = :generation
                 )
                 UPDATE budgets SET reserved = reserved - held.amount
                 FROM held WHERE id = :budget_id
                 RETURNING held.amount
                 """
             ),
-            {"budget_id": budget_id, "replica_id": replica_id, "amount": max(amount, 0)},
+            {
+                "budget_id": budget_id,
+                "replica_id": replica_id,
+                "generation": generation,
+                "amount": max(amount, 0),
+            },
         )
     return int(returned or 0)
 
@@ -180,12 +203,17 @@ async def roll_over(engine: AsyncEngine) -> int:
         return ended.rowcount
 
 
-async def set_limit(engine: AsyncEngine, budget_id: str, limit: int) -> int | None:
+async def set_limit(
+    engine: AsyncEngine, budget_id: str, limit: int, by: Change = LOCAL
+) -> int | None:
     """Set the limit, never below what is spent and reserved.
 
     Returns the limit set; None if unknown.
     """
     async with transaction(engine) as connection:
+        before = await _lock(connection, budget_id)
+        if before is None:
+            return None
         effective = await connection.scalar(
             text(
                 """
@@ -195,7 +223,15 @@ async def set_limit(engine: AsyncEngine, budget_id: str, limit: int) -> int | No
             ),
             {"budget_id": budget_id, "limit": limit},
         )
-    return None if effective is None else int(effective)
+        await audit.note(
+            connection,
+            by,
+            "budget.set",
+            f"budget:{budget_id}",
+            {"limit": before.limit},
+            {"limit": int(effective)},
+        )
+    return int(effective)
 
 
 async def read(engine: AsyncEngine, budget_id: str) -> BudgetRecord | None:

@@ -26,7 +26,8 @@ from controlplane.domain.ids import (
     TenantId,
 )
 from controlplane.domain.money import MICRO_USD_PER_USD
-from controlplane.store import tables
+from controlplane.store import audit, tables
+from controlplane.store.audit import LOCAL, Change, Members
 from controlplane.store.budgets import tenant_budget_id
 from controlplane.store.cluster import ClusterDocument
 from controlplane.store.paging import Page, newest_first, page
@@ -34,6 +35,10 @@ from controlplane.store.session import transaction
 from dataplane.protocol.messages import EngineFacts
 
 CACHE_SALT_BYTES = 16
+# Any constant will do: it names the lock.
+APPLY_LOCK = 0x4845_4144_4150_50
+# Entries of each kind that the audit log tells of one document; the others are counted.
+APPLIED_TOLD_MAX = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,7 +239,9 @@ async def _tenant(connection: AsyncConnection, tenant_id: TenantId) -> TenantRec
 # ---------------------------------------------------------------- writing
 
 
-async def apply_cluster(engine: AsyncEngine, cluster: ClusterDocument) -> AppliedSummary:
+async def apply_cluster(
+    engine: AsyncEngine, cluster: ClusterDocument, by: Change = LOCAL
+) -> AppliedSummary:
     """Declare what the document says, all or nothing.
 
     A tenant's limit is never set below what it has spent and reserved. Raises ConfigurationError
@@ -242,8 +249,15 @@ async def apply_cluster(engine: AsyncEngine, cluster: ClusterDocument) -> Applie
     """
     try:
         async with transaction(engine) as connection:
+            # One document at a time, so that what is told as changed is what this one changed.
+            await connection.execute(
+                text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": APPLY_LOCK}
+            )
+            before = await _declared(connection, cluster)
             await _apply(connection, cluster)
             revision = await raise_revision(connection)
+            told = _differences(before, await _declared(connection, cluster))
+            await audit.note(connection, by, "cluster.apply", "cluster", *told)
     except IntegrityError as error:
         _refuse(error)
     return AppliedSummary(
@@ -265,6 +279,7 @@ async def create_tenant(
     tenant_class: str,
     slo_class: str,
     budget_micro_usd: int,
+    by: Change = LOCAL,
 ) -> TenantRecord | None:
     """A further tenant; None when the id is taken.
 
@@ -295,37 +310,72 @@ async def create_tenant(
             if added.rowcount == 0:
                 return None
             await raise_revision(connection)
-            return await _tenant(connection, tenant_id)
+            record = await _tenant(connection, tenant_id)
+            after = None if record is None else _told_of(record)
+            await audit.note(connection, by, "tenant.create", f"tenant:{tenant_id}", None, after)
+            return record
     except IntegrityError as error:
         _refuse(error)
 
 
 async def set_disabled(
-    engine: AsyncEngine, tenant_id: TenantId, *, is_disabled: bool
+    engine: AsyncEngine, tenant_id: TenantId, *, is_disabled: bool, by: Change = LOCAL
 ) -> TenantRecord | None:
     """Refuse, or let in again, every further request of a tenant.
 
     None when there is no such tenant.
     """
     async with transaction(engine) as connection:
+        was = await connection.scalar(
+            select(tables.tenants.c.is_disabled)
+            .where(tables.tenants.c.id == tenant_id)
+            .with_for_update(key_share=True)
+        )
+        if was is None:
+            return None
         await connection.execute(
             update(tables.tenants)
             .where(tables.tenants.c.id == tenant_id)
             .values(is_disabled=is_disabled)
         )
         await raise_revision(connection)
-        return await _tenant(connection, tenant_id)
+        record = await _tenant(connection, tenant_id)
+        await audit.note(
+            connection,
+            by,
+            "tenant.disable" if is_disabled else "tenant.enable",
+            f"tenant:{tenant_id}",
+            {"is_disabled": was},
+            {"is_disabled": is_disabled},
+        )
+        return record
 
 
-async def set_cordon(engine: AsyncEngine, node_id: NodeId, *, is_cordoned: bool) -> bool:
+async def set_cordon(
+    engine: AsyncEngine, node_id: NodeId, *, is_cordoned: bool, by: Change = LOCAL
+) -> bool:
     """Whether the node exists; it is (un)cordoned then."""
     async with transaction(engine) as connection:
-        changed = await connection.execute(
+        was = await connection.scalar(
+            select(tables.nodes.c.is_cordoned)
+            .where(tables.nodes.c.id == node_id)
+            .with_for_update(key_share=True)
+        )
+        if was is None:
+            return False
+        await connection.execute(
             update(tables.nodes).where(tables.nodes.c.id == node_id).values(is_cordoned=is_cordoned)
         )
-        if changed.rowcount:
-            await raise_revision(connection)
-        return changed.rowcount > 0
+        await raise_revision(connection)
+        await audit.note(
+            connection,
+            by,
+            "node.cordon" if is_cordoned else "node.uncordon",
+            f"node:{node_id}",
+            {"is_cordoned": was},
+            {"is_cordoned": is_cordoned},
+        )
+        return True
 
 
 async def upsert_engines(
@@ -413,6 +463,17 @@ async def _apply(connection: AsyncConnection, cluster: ClusterDocument) -> None:
     await _upsert(
         connection, tables.nodes, [entry.model_dump(exclude={"engines"}) for entry in nodes]
     )
+    await _upsert(
+        connection,
+        tables.engine_specs,
+        [
+            {"engine_id": engine.engine_id, "node_id": node.id, "body": engine.model_dump()}
+            for node, engine in sorted(
+                ((node, engine) for node in nodes for engine in node.engines),
+                key=lambda pair: pair[1].engine_id,
+            )
+        ],
+    )
     for tenant in sorted(cluster.tenants, key=lambda entry: entry.id):
         budget_id = tenant_budget_id(TenantId(tenant.id))
         limit = round(tenant.budget_usd * MICRO_USD_PER_USD)
@@ -445,6 +506,63 @@ async def _apply(connection: AsyncConnection, cluster: ClusterDocument) -> None:
                 },
             )
         )
+
+
+def _told_of(record: TenantRecord) -> Members:
+    return {
+        "name": record.name,
+        "tenant_class": record.tenant_class,
+        "slo_class": record.slo_class,
+        "budget_micro_usd": record.limit_micro_usd,
+    }
+
+
+async def _declared(connection: AsyncConnection, cluster: ClusterDocument) -> dict[str, Members]:
+    """What stands of the entries that the document names, by kind and name. No salts, no live state."""
+    found: dict[str, Members] = {}
+    for kind, table, names, left_out in (
+        ("regions", tables.regions, cluster.regions, {"created_at"}),
+        ("gpu_types", tables.gpu_types, [entry.name for entry in cluster.gpu_types], set()),
+        ("models", tables.models, [entry.name for entry in cluster.models], set()),
+        ("slo_classes", tables.slo_classes, [entry.name for entry in cluster.slo_classes], set()),
+        (
+            "nodes",
+            tables.nodes,
+            [entry.id for entry in cluster.nodes],
+            {"is_cordoned", "agent_epoch", "last_seen_at", "created_at"},
+        ),
+    ):
+        key = next(iter(table.primary_key.columns))
+        columns = [column for column in table.columns if column.name not in left_out]
+        rows = await connection.execute(select(*columns).where(key.in_(names)))
+        found[kind] = {row[0]: _members(row) for row in rows}
+    ids = [entry.id for entry in cluster.tenants]
+    rows = await connection.execute(
+        select(*_tenant_columns)
+        .join_from(tables.tenants, tables.budgets)
+        .where(tables.tenants.c.id.in_(ids))
+    )
+    found["tenants"] = {row.id: _told_of(TenantRecord(**_members(row))) for row in rows}
+    return found
+
+
+def _differences(
+    before: dict[str, Members], after: dict[str, Members]
+) -> tuple[Members | None, Members | None]:
+    """What differs, around the change: whole entries where one was added, else the members that moved."""
+    told_before: Members = {}
+    told_after: Members = {}
+    for kind, entries in after.items():
+        changed = sorted(name for name in entries if entries[name] != before[kind].get(name))
+        for name in changed[:APPLIED_TOLD_MAX]:
+            old, new = before[kind].get(name), entries[name]
+            moved = [member for member in new if old is None or old[member] != new[member]]
+            told_after.setdefault(kind, {})[name] = {member: new[member] for member in moved}
+            if old is not None:
+                told_before.setdefault(kind, {})[name] = {member: old[member] for member in moved}
+        if len(changed) > APPLIED_TOLD_MAX:
+            told_after[kind]["(more)"] = len(changed) - APPLIED_TOLD_MAX
+    return told_before or None, told_after or None
 
 
 async def _upsert(

@@ -57,6 +57,8 @@ class GpuTypeDocument(_Strict):
     price_micro_usd_per_hour: MicroUsd
     price_source: Label
     price_date: Annotated[str, StringConstraints(pattern=r"^\d{4}-\d{2}-\d{2}$")]
+    fp8_flops_per_s: Annotated[float, Field(ge=0, le=1e24, allow_inf_nan=False)] = 0.0
+    fp4_flops_per_s: Annotated[float, Field(ge=0, le=1e24, allow_inf_nan=False)] = 0.0
 
 
 class ModelDocument(_Strict):
@@ -71,6 +73,23 @@ class ModelDocument(_Strict):
     price_prompt_micro_usd_per_mtok: MicroUsd
     price_cached_micro_usd_per_mtok: MicroUsd
     price_completion_micro_usd_per_mtok: MicroUsd
+    parameters_active: Annotated[int, Field(ge=0, le=2**53)] = 0
+    experts: Annotated[int, Field(ge=0, le=2**16)] = 0
+    experts_active: Annotated[int, Field(ge=0, le=2**16)] = 0
+    expert_weights_bytes: Annotated[int, Field(ge=0, le=2**53)] = 0
+    kv_heads: Annotated[int, Field(ge=0, le=2**16)] = 0
+
+    @model_validator(mode="after")
+    def _parts_are_parts(self) -> Self:
+        if self.parameters_active > self.parameters:
+            raise ValueError(
+                "`parameters_active` counts some of `parameters`, it can not exceed them"
+            )
+        if self.experts_active > self.experts:
+            raise ValueError("`experts_active` can not exceed `experts`")
+        if self.expert_weights_bytes > self.weights_bytes:
+            raise ValueError("`expert_weights_bytes` can not exceed `weights_bytes`")
+        return self
 
 
 class SloClassDocument(_Strict):

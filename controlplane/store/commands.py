@@ -1,6 +1,7 @@
 """Commands to agents: written here first, sent by the leader, ended by the agent's answer."""
 
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -12,7 +13,8 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from controlplane.domain.errors import ConfigurationError
 from controlplane.domain.ids import CommandId, EngineId, NodeId
-from controlplane.store import tables
+from controlplane.store import audit, tables
+from controlplane.store.audit import LOCAL, Change
 from controlplane.store.paging import Page, newest_first, page
 from controlplane.store.session import transaction
 from dataplane.protocol.messages import CommandKind, EngineSpec
@@ -49,6 +51,7 @@ async def enqueue(
     deadline_s: float = DEADLINE_S_DEFAULT,
     spec: EngineSpec | None = None,
     command_id: CommandId | None = None,
+    by: Change = LOCAL,
 ) -> CommandRecord:
     """Write a command to be sent. The same id again changes nothing and returns what is there.
 
@@ -58,7 +61,7 @@ async def enqueue(
     body = {"deadline_s": deadline_s, "spec": None if spec is None else msgspec.to_builtins(spec)}
     try:
         async with transaction(engine) as connection:
-            await connection.execute(
+            added = await connection.execute(
                 text(
                     """
                     INSERT INTO commands (id, node_id, engine_id, kind, epoch, body)
@@ -80,6 +83,25 @@ async def enqueue(
                     select(tables.commands).where(tables.commands.c.id == identifier)
                 )
             ).one()
+            if added.rowcount:
+                # Options of an engine may hold a secret of whoever wrote them: their names will do.
+                told = {
+                    "command": identifier,
+                    "node": node_id,
+                    "deadline_s": deadline_s,
+                    "spec": None
+                    if spec is None
+                    else {
+                        "kind": spec.kind,
+                        "model": spec.model,
+                        "role": spec.role,
+                        "gpus": spec.gpus,
+                        "options": sorted(spec.options),
+                    },
+                }
+                await audit.note(
+                    connection, by, f"engine.{kind}", f"engine:{engine_id}", None, told
+                )
     except IntegrityError as error:
         raise ConfigurationError(f"node `{node_id}` does not exist: declare it first") from error
     return _record(row)
@@ -95,6 +117,16 @@ async def unsent(engine: AsyncEngine, limit: int) -> list[CommandRecord]:
     )
     async with transaction(engine) as connection:
         return [_record(row) for row in await connection.execute(statement)]
+
+
+async def find(engine: AsyncEngine, ids: Sequence[CommandId]) -> dict[CommandId, CommandRecord]:
+    """The commands with these ids that exist."""
+    if not ids:
+        return {}
+    statement = select(tables.commands).where(tables.commands.c.id.in_(ids))
+    async with transaction(engine) as connection:
+        records = [_record(row) for row in await connection.execute(statement)]
+    return {record.id: record for record in records}
 
 
 async def mark_sent(engine: AsyncEngine, command_id: CommandId, epoch: int) -> bool:

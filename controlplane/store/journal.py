@@ -18,6 +18,7 @@ from typing import Any, LiteralString, NamedTuple
 import msgspec
 import psycopg
 
+from controlplane.store.replicas import FIRST_GENERATION
 from controlplane.store.session import connect_arguments, libpq_url
 
 log = logging.getLogger(__name__)
@@ -87,6 +88,14 @@ class AttemptRow(NamedTuple):
     detail: str
 
 
+class Charge(NamedTuple):
+    """What an account is charged, in its unit, and the life of the replica that held the money."""
+
+    budget_id: str
+    amount: int
+    generation: int = FIRST_GENERATION
+
+
 class SettledRow(NamedTuple):
     """The end of a request. `charges` says what each account is charged, in the account's unit;
     `settled_micro_usd` is what the ledger says that the call cost.
@@ -109,7 +118,7 @@ class SettledRow(NamedTuple):
     workflow_id: str | None
     step: int
     replica_id: str
-    charges: tuple[tuple[str, int], ...]
+    charges: tuple[Charge, ...]
 
 
 Entry = OpenedRow | DecisionRow | AttemptRow | SettledRow
@@ -160,9 +169,9 @@ _LOCK: LiteralString = """
 SELECT id FROM budgets WHERE id = ANY (%t::text[]) ORDER BY id FOR NO KEY UPDATE
 """
 
-# A charge is taken from the replica's slice; should the slice hold too little, because the replica
-# was reaped while it was cut off, the rest is taken from the account if its limit still allows
-# that.
+# A charge is taken from the slice of the replica's life that held the money; should there be too little
+# of it, because the replica was reaped while it was cut off, the rest is taken from the account if its
+# limit still allows that.
 _SETTLE: LiteralString = """
 WITH given AS (
     SELECT * FROM unnest(%t::text[], %t::text[], %t::text[], %t::int4[], %t::int4[], %t::int4[],
@@ -172,7 +181,8 @@ WITH given AS (
                    is_usage_estimated, ttft_ms, tpot_ms, e2e_ms, queue_ms,
                    settled_micro_usd, ended_at)
 ), charged AS (
-    SELECT * FROM unnest(%t::text[], %t::text[], %t::int8[]) AS charged (id, budget_id, amount)
+    SELECT * FROM unnest(%t::text[], %t::text[], %t::int8[], %t::int8[])
+         AS charged (id, budget_id, amount, generation)
 ), ended AS (
     UPDATE requests SET
         state = given.state, reason = given.reason, prompt_tokens = given.prompt_tokens,
@@ -200,17 +210,19 @@ WITH given AS (
         calls_succeeded = done.calls_succeeded + excluded.calls_succeeded,
         spent_micro_usd = done.spent_micro_usd + excluded.spent_micro_usd
 ), charges AS (
-    SELECT budget_id, replica_id, sum(charged.amount)::int8 AS amount
-    FROM ended JOIN charged USING (id) GROUP BY budget_id, replica_id
+    SELECT budget_id, replica_id, generation, sum(charged.amount)::int8 AS amount
+    FROM ended JOIN charged USING (id) GROUP BY budget_id, replica_id, generation
 ), taken AS (
-    SELECT charges.budget_id, charges.replica_id, charges.amount,
+    SELECT charges.budget_id, charges.replica_id, charges.generation, charges.amount,
            LEAST(charges.amount, COALESCE(lease.amount, 0)) AS leased
     FROM charges LEFT JOIN budget_leases AS lease
          ON lease.budget_id = charges.budget_id AND lease.replica_id = charges.replica_id
+            AND lease.generation = charges.generation
 ), slices AS (
     UPDATE budget_leases AS lease SET amount = lease.amount - taken.leased
     FROM taken
     WHERE lease.budget_id = taken.budget_id AND lease.replica_id = taken.replica_id
+          AND lease.generation = taken.generation
 ), accounts AS (
     UPDATE budgets SET spent = spent + total.amount, reserved = reserved - total.leased
     FROM (
@@ -483,18 +495,20 @@ def _charged_columns(rows: Sequence[SettledRow]) -> list[str]:
     ids: list[str] = []
     accounts: list[str] = []
     amounts: list[int] = []
+    generations: list[int] = []
     for row in rows:
-        for budget_id, amount in row.charges:
-            if amount:
+        for charge in row.charges:
+            if charge.amount:
                 ids.append(row.id)
-                accounts.append(budget_id)
-                amounts.append(amount)
-    return [_array(ids), _array(accounts), _array(amounts)]
+                accounts.append(charge.budget_id)
+                amounts.append(charge.amount)
+                generations.append(charge.generation)
+    return [_array(ids), _array(accounts), _array(amounts), _array(generations)]
 
 
 def _accounts(rows: Sequence[SettledRow]) -> list[str]:
     return [
-        _array(list({budget_id for row in rows for budget_id, amount in row.charges if amount}))
+        _array(list({charge.budget_id for row in rows for charge in row.charges if charge.amount}))
     ]
 
 

@@ -23,7 +23,8 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 from controlplane.domain.catalog import Limits, OperatorRole, Principal, Tenant
 from controlplane.domain.errors import ConfigurationError
 from controlplane.domain.ids import KeyId, TenantId
-from controlplane.store import tables
+from controlplane.store import audit, tables
+from controlplane.store.audit import LOCAL, Change, Members
 from controlplane.store.catalog import raise_revision
 from controlplane.store.paging import Page, newest_first, page
 from controlplane.store.session import transaction
@@ -101,6 +102,7 @@ async def create_tenant_key(
     tenant_id: TenantId,
     name: str,
     limits: Limits = NO_LIMITS,
+    by: Change = LOCAL,
 ) -> tuple[KeyId, str]:
     """The id and the key itself, which is not stored.
 
@@ -119,13 +121,14 @@ async def create_tenant_key(
                 )
             )
             await raise_revision(connection)
+            await _note(connection, by, "key.create", key_id, None)
     except IntegrityError as error:
         raise ConfigurationError(f"tenant `{tenant_id}` does not exist: create it first") from error
     return key_id, plain
 
 
 async def create_operator_key(
-    engine: AsyncEngine, pepper: bytes, role: OperatorRole, name: str
+    engine: AsyncEngine, pepper: bytes, role: OperatorRole, name: str, by: Change = LOCAL
 ) -> tuple[KeyId, str]:
     """The id and the key itself, which is not stored."""
     plain, key_id = new_key("op")
@@ -135,12 +138,14 @@ async def create_operator_key(
                 id=key_id, digest=digest(pepper, plain), operator_role=str(role), name=name
             )
         )
+        await _note(connection, by, "key.create", key_id, None)
     return key_id, plain
 
 
-async def revoke_key(engine: AsyncEngine, key_id: KeyId) -> KeyRecord | None:
+async def revoke_key(engine: AsyncEngine, key_id: KeyId, by: Change = LOCAL) -> KeyRecord | None:
     """The key, revoked now or before; None when there is no such key."""
     async with transaction(engine) as connection:
+        before = await _lock(connection, key_id)
         changed = await connection.execute(
             update(tables.api_keys)
             .where(tables.api_keys.c.id == key_id, tables.api_keys.c.revoked_at.is_(None))
@@ -148,6 +153,7 @@ async def revoke_key(engine: AsyncEngine, key_id: KeyId) -> KeyRecord | None:
         )
         if changed.rowcount:
             await raise_revision(connection)
+            await _note(connection, by, "key.revoke", key_id, before)
         return await _read(connection, key_id)
 
 
@@ -156,9 +162,12 @@ async def get_key(engine: AsyncEngine, key_id: KeyId) -> KeyRecord | None:
         return await _read(connection, key_id)
 
 
-async def set_limits(engine: AsyncEngine, key_id: KeyId, limits: Limits) -> KeyRecord | None:
+async def set_limits(
+    engine: AsyncEngine, key_id: KeyId, limits: Limits, by: Change = LOCAL
+) -> KeyRecord | None:
     """Replace the limits of a tenant's key; None when no tenant has such a key."""
     async with transaction(engine) as connection:
+        before = await _lock(connection, key_id)
         changed = await connection.execute(
             update(tables.api_keys)
             .where(tables.api_keys.c.id == key_id, tables.api_keys.c.tenant_id.is_not(None))
@@ -167,6 +176,7 @@ async def set_limits(engine: AsyncEngine, key_id: KeyId, limits: Limits) -> KeyR
         if changed.rowcount == 0:
             return None
         await raise_revision(connection)
+        await _note(connection, by, "key.limit", key_id, before)
         return await _read(connection, key_id)
 
 
@@ -258,6 +268,33 @@ _columns = (
     tables.api_keys.c.revoked_at,
     *_limits,
 )
+
+
+async def _lock(connection: AsyncConnection, key_id: KeyId) -> Members | None:
+    """A key's members, which nobody else changes until the transaction ends."""
+    held = select(tables.api_keys.c.id).where(tables.api_keys.c.id == key_id).with_for_update()
+    await connection.execute(held)
+    return _members(await _read(connection, key_id))
+
+
+async def _note(
+    connection: AsyncConnection, by: Change, action: str, key_id: KeyId, before: Members | None
+) -> None:
+    after = _members(await _read(connection, key_id))
+    await audit.note(connection, by, action, f"key:{key_id}", before, after)
+
+
+def _members(record: KeyRecord | None) -> Members | None:
+    """What the audit log tells of a key: never its digest."""
+    if record is None:
+        return None
+    return {
+        "name": record.name,
+        "tenant": record.tenant_id,
+        "operator_role": record.operator_role,
+        "is_revoked": record.revoked_at is not None,
+        **_limit_columns(record.limits),
+    }
 
 
 async def _read(connection: AsyncConnection, key_id: KeyId) -> KeyRecord | None:

@@ -2,10 +2,11 @@
 before.
 """
 
-from sqlalchemy import text
-from sqlalchemy.ext.asyncio import AsyncEngine
+from sqlalchemy import select, text
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from controlplane.domain.ids import ReplicaId
+from controlplane.store import tables
 from controlplane.store.session import transaction
 
 _CLAIM = text(
@@ -25,6 +26,15 @@ async def claim(engine: AsyncEngine, replica_id: ReplicaId, ttl_s: float) -> int
     async with transaction(engine) as connection:
         epoch = await connection.scalar(_CLAIM, {"id": str(replica_id), "ttl_s": ttl_s})
     return None if epoch is None else int(epoch)
+
+
+async def leads(connection: AsyncConnection, epoch: int) -> bool:
+    """Whether `epoch` is the leader's, which it then stays until the transaction ends."""
+    leader = tables.leader.c
+    held = await connection.scalar(
+        select(leader.epoch).where(leader.epoch == epoch).with_for_update(read=True)
+    )
+    return held is not None
 
 
 async def release(engine: AsyncEngine, replica_id: ReplicaId) -> None:

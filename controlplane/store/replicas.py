@@ -1,4 +1,8 @@
-"""Which control-plane processes live. Who is not seen for long is reaped."""
+"""Which control-plane processes live. Who is not seen for long is reaped.
+
+A replica that was reaped and comes back begins another life, under the next generation: what it was
+lent before was returned, so what it still holds of that is nobody's money.
+"""
 
 from dataclasses import dataclass
 
@@ -8,13 +12,27 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 from controlplane.domain.ids import ReplicaId
 from controlplane.store.session import transaction
 
+# The life of a replica that was never taken for dead.
+FIRST_GENERATION = 1
+
 _END = text("UPDATE replicas SET ended_at = clock_timestamp() WHERE id = :id AND ended_at IS NULL")
+
+_REGISTER = text(
+    """
+    INSERT INTO replicas AS known (id) VALUES (:id)
+    ON CONFLICT (id) DO UPDATE SET
+        last_seen_at = clock_timestamp(), ended_at = NULL,
+        generation = known.generation + (known.ended_at IS NOT NULL)::int
+    RETURNING generation
+    """
+)
 
 # Accounts first, in the order of their ids, as everyone does who moves money.
 _LOCK = text(
     """
     SELECT id FROM budgets
-    WHERE id IN (SELECT budget_id FROM budget_leases WHERE replica_id = :id)
+    WHERE id IN (SELECT budget_id FROM budget_leases
+                 WHERE replica_id = :id AND generation < :before)
     ORDER BY id FOR NO KEY UPDATE
     """
 )
@@ -43,49 +61,49 @@ _LOSE = text(
 _RETURN = text(
     """
     WITH gone AS (
-        DELETE FROM budget_leases WHERE replica_id = :id RETURNING budget_id, amount
+        DELETE FROM budget_leases WHERE replica_id = :id AND generation < :before
+        RETURNING budget_id, amount
+    ), total AS (
+        SELECT budget_id, sum(amount)::int8 AS amount FROM gone GROUP BY budget_id
     ), returned AS (
-        UPDATE budgets SET reserved = reserved - gone.amount
-        FROM gone WHERE budgets.id = gone.budget_id
-        RETURNING unit, gone.amount
+        UPDATE budgets SET reserved = reserved - total.amount
+        FROM total WHERE budgets.id = total.budget_id
+        RETURNING unit, total.amount
     )
     SELECT COALESCE(sum(amount) FILTER (WHERE unit = 'micro_usd'), 0)::int8 FROM returned
     """
 )
 
 
-async def register(engine: AsyncEngine, replica_id: ReplicaId) -> None:
-    """Make a replica known, or known again. It holds no money yet."""
-    async with transaction(engine) as connection:
-        await connection.execute(
-            text(
-                """
-                INSERT INTO replicas (id) VALUES (:id)
-                ON CONFLICT (id) DO UPDATE SET last_seen_at = clock_timestamp(), ended_at = NULL
-                """
-            ),
-            {"id": replica_id},
-        )
-
-
-async def beat(engine: AsyncEngine, replica_id: ReplicaId) -> bool:
-    """Sign of life. False: the replica had been reaped; it is known again, but its slices were
-    returned.
-
-    A replica that reads False must drop every slice that it holds in memory.
+async def register(engine: AsyncEngine, replica_id: ReplicaId) -> int:
+    """Make a replica known, or known again; the generation of its life, which holds no money yet if it
+    is another one.
     """
     async with transaction(engine) as connection:
-        seen = await connection.execute(
+        generation = int(await connection.scalar(_REGISTER, {"id": replica_id}) or FIRST_GENERATION)
+        if generation > FIRST_GENERATION:
+            # A lease that was under way while the replica was reaped.
+            before = {"id": replica_id, "before": generation}
+            await connection.execute(_LOCK, before)
+            await connection.execute(_RETURN, before)
+    return generation
+
+
+async def beat(engine: AsyncEngine, replica_id: ReplicaId) -> int:
+    """Sign of life; the generation of the life that the replica is in.
+
+    A replica that reads another one than it knows had been reaped: what it holds in memory was
+    returned, and it must drop it.
+    """
+    async with transaction(engine) as connection:
+        generation = await connection.scalar(
             text(
                 "UPDATE replicas SET last_seen_at = clock_timestamp()"
-                " WHERE id = :id AND ended_at IS NULL"
+                " WHERE id = :id AND ended_at IS NULL RETURNING generation"
             ),
             {"id": replica_id},
         )
-    if seen.rowcount:
-        return True
-    await register(engine, replica_id)
-    return False
+    return await register(engine, replica_id) if generation is None else int(generation)
 
 
 async def count_live(engine: AsyncEngine, ttl_s: float) -> int:
@@ -116,8 +134,9 @@ class ClosingSummary:
 async def close(connection: AsyncConnection, replica_id: ReplicaId) -> ClosingSummary:
     """End a replica, its open requests and its leases. Repeating it changes nothing."""
     values = {"id": replica_id}
+    leases = {"id": replica_id, "before": 2**62}
     await connection.execute(_END, values)
-    await connection.execute(_LOCK, values)
+    await connection.execute(_LOCK, leases)
     lost = await connection.scalar(_LOSE, values)
-    returned = await connection.scalar(_RETURN, values)
+    returned = await connection.scalar(_RETURN, leases)
     return ClosingSummary(requests_lost=lost or 0, returned_micro_usd=returned or 0)

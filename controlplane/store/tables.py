@@ -23,7 +23,7 @@ from sqlalchemy import (
     func,
     text,
 )
-from sqlalchemy.dialects.postgresql import JSONB
+from sqlalchemy.dialects.postgresql import ARRAY, JSONB
 
 metadata = MetaData(
     naming_convention={
@@ -70,10 +70,13 @@ gpu_types = Table(
     Column("price_micro_usd_per_hour", BigInteger, nullable=False),
     Column("price_source", Text, nullable=False),
     Column("price_date", String(10), nullable=False),
+    Column("fp8_flops_per_s", Double, nullable=False, server_default=text("0")),
+    Column("fp4_flops_per_s", Double, nullable=False, server_default=text("0")),
     CheckConstraint(
         "hbm_bytes > 0 AND bandwidth_bytes_per_s > 0 AND flops_per_s > 0", name="rates"
     ),
     CheckConstraint("price_micro_usd_per_hour >= 0", name="price"),
+    CheckConstraint("fp8_flops_per_s >= 0 AND fp4_flops_per_s >= 0", name="low_precision"),
 )
 
 nodes = Table(
@@ -105,6 +108,17 @@ models = Table(
     Column("price_prompt_micro_usd_per_mtok", BigInteger, nullable=False),
     Column("price_cached_micro_usd_per_mtok", BigInteger, nullable=False),
     Column("price_completion_micro_usd_per_mtok", BigInteger, nullable=False),
+    Column("parameters_active", BigInteger, nullable=False, server_default=text("0")),
+    Column("experts", Integer, nullable=False, server_default=text("0")),
+    Column("experts_active", Integer, nullable=False, server_default=text("0")),
+    Column("expert_weights_bytes", BigInteger, nullable=False, server_default=text("0")),
+    Column("kv_heads", Integer, nullable=False, server_default=text("0")),
+    CheckConstraint(
+        "parameters_active >= 0 AND experts_active >= 0 AND kv_heads >= 0"
+        " AND parameters_active <= parameters AND experts_active <= experts"
+        " AND expert_weights_bytes >= 0 AND expert_weights_bytes <= weights_bytes",
+        name="experts",
+    ),
     CheckConstraint(
         "parameters > 0 AND layers > 0 AND hidden_size > 0 AND weights_bytes > 0"
         " AND kv_bytes_per_token > 0 AND context_tokens_max > 0 AND load_ms >= 0",
@@ -187,13 +201,14 @@ budget_windows = Table(
     CheckConstraint("spent >= 0", name="not_negative"),
 )
 
-# The slice of an account that one replica may spend without asking. Sum over replicas = reserved.
+# The slice of an account that one life of a replica may spend without asking. Sum over all = reserved.
 budget_leases = Table(
     "budget_leases",
     metadata,
     Column("budget_id", ForeignKey("budgets.id", ondelete="CASCADE"), primary_key=True),
     Column("replica_id", ForeignKey("replicas.id"), primary_key=True),
     Column("amount", BigInteger, nullable=False),
+    Column("generation", BigInteger, primary_key=True, server_default=text("1")),
     CheckConstraint("amount >= 0", name="not_negative"),
 )
 
@@ -242,6 +257,8 @@ replicas = Table(
     Column("started_at", DateTime(timezone=True), nullable=False, server_default=func.now()),
     Column("last_seen_at", DateTime(timezone=True), nullable=False, server_default=func.now()),
     Column("ended_at", DateTime(timezone=True)),
+    # Its life: one more each time that it comes back after it was taken for dead.
+    Column("generation", BigInteger, nullable=False, server_default=text("1")),
 )
 
 leader = Table(
@@ -291,6 +308,12 @@ workflows = Table(
     Column("outcome_detail", Text, nullable=False, server_default=text("''")),
     _created(),
     Column("ended_at", DateTime(timezone=True)),
+    # What was asked for instead of a model, and the model that it was given for all of its calls.
+    Column("asked_model", String(127)),
+    Column("model", String(255)),
+    # The failed workflow whose task this one tries again.
+    Column("retry_of", ForeignKey("workflows.id")),
+    CheckConstraint("model IS NULL OR asked_model IS NOT NULL", name="model"),
     CheckConstraint(_one_of("state", ("running", *TERMINAL_WORKFLOW_STATES)), name="state"),
     CheckConstraint("(state = 'running') = (ended_at IS NULL)", name="ended"),
     CheckConstraint("steps_expected > 0", name="steps"),
@@ -308,6 +331,65 @@ workflow_steps = Table(
     Column("calls_succeeded", Integer, nullable=False, server_default=text("0")),
     Column("spent_micro_usd", BigInteger, nullable=False, server_default=text("0")),
     CheckConstraint("step >= 0 AND calls >= 0 AND calls_succeeded <= calls", name="counts"),
+)
+
+# Why a workflow has its model, and once it has ended what it came to. `failed_before` are the models
+# that failed at its task, sorted, with commas; `task_id` is the first workflow of the task.
+model_choices = Table(
+    "model_choices",
+    metadata,
+    Column("workflow_id", ForeignKey("workflows.id", ondelete="CASCADE"), primary_key=True),
+    Column("task_id", String(63), nullable=False),
+    Column("tenant_id", ForeignKey("tenants.id"), nullable=False),
+    Column("asked_model", String(127), nullable=False),
+    Column("model", String(255), nullable=False),
+    Column("default_model", String(255), nullable=False),
+    Column("failed_before", Text, nullable=False, server_default=text("''")),
+    Column("why", String(31), nullable=False),
+    Column("propensity", Double, nullable=False),
+    Column("default_propensity", Double, nullable=False),
+    Column("can_climb", Boolean, nullable=False),
+    Column("policy_revision", String(64), nullable=False),
+    Column("record", JSONB, nullable=False),
+    Column("chosen_at", DateTime(timezone=True), nullable=False, server_default=func.now()),
+    Column("counted_at", DateTime(timezone=True)),
+    Column("outcome", String(15)),
+    Column("spent_micro_usd", BigInteger),
+    CheckConstraint(
+        "propensity >= 0 AND propensity <= 1 AND default_propensity >= 0"
+        " AND default_propensity <= 1",
+        name="propensity",
+    ),
+    CheckConstraint("(counted_at IS NULL) = (outcome IS NULL)", name="counted"),
+    Index("ix_model_choices_uncounted", "workflow_id", postgresql_where=text("counted_at IS NULL")),
+    Index("ix_model_choices_task_id", "task_id"),
+    Index(
+        "ix_model_choices_tenant_id_asked_model_chosen_at", "tenant_id", "asked_model", "chosen_at"
+    ),
+)
+
+# Sums over tries of a model, of all replicas; they fade with the time since `updated_at`.
+model_evidence = Table(
+    "model_evidence",
+    metadata,
+    Column("tenant_id", ForeignKey("tenants.id", ondelete="CASCADE"), primary_key=True),
+    Column("asked_model", String(127), primary_key=True),
+    Column("model", String(255), primary_key=True),
+    Column("failed_before", Text, primary_key=True),
+    Column("tries", Double, nullable=False),
+    Column("successes", Double, nullable=False),
+    Column("reported", Double, nullable=False),
+    Column("climbable", Double, nullable=False),
+    Column("spent_micro_usd", Double, nullable=False),
+    Column("spent_squared", Double, nullable=False),
+    Column("seconds", Double, nullable=False),
+    Column("updated_at", DateTime(timezone=True), nullable=False, server_default=func.now()),
+    CheckConstraint(
+        "tries >= 0 AND successes >= 0 AND reported >= 0 AND climbable >= 0"
+        " AND spent_micro_usd >= 0 AND spent_squared >= 0 AND seconds >= 0",
+        name="sums",
+    ),
+    Index("ix_model_evidence_updated_at", "updated_at"),
 )
 
 # INVARIANT I1: `state` leaves 'open' once (guarded by the journal's UPDATE) and the ledger has one
@@ -430,6 +512,123 @@ breaker_overrides = Table(
     Column("reason", Text, nullable=False),
     _created(),
     CheckConstraint(_one_of("mode", ("open", "closed")), name="mode"),
+)
+
+# ---------------------------------------------------------------- the planner
+
+# One row: what the planner may do. Every change raises `generation`.
+planner_control = Table(
+    "planner_control",
+    metadata,
+    Column("id", SmallInteger, primary_key=True, server_default=text("1")),
+    Column("generation", BigInteger, nullable=False, server_default=text("0")),
+    Column("mode", String(15), nullable=False, server_default=text("'propose'")),
+    Column("is_paused", Boolean, nullable=False, server_default=text("false")),
+    Column("changed_by", String(127), nullable=False, server_default=text("''")),
+    Column("reason", Text, nullable=False, server_default=text("''")),
+    Column("changed_at", DateTime(timezone=True), nullable=False, server_default=func.now()),
+    CheckConstraint("id = 1", name="one_row"),
+    CheckConstraint(_one_of("mode", ("off", "propose", "act")), name="mode"),
+)
+
+# What the planner wants, as often as that changes. `digest` covers the desired fleet and its moves,
+# `confirmed_at` is when the latest round came to the same. INVARIANT: at most one is being applied.
+plans = Table(
+    "plans",
+    metadata,
+    Column("revision", BigInteger, primary_key=True),
+    Column("epoch", BigInteger, nullable=False),
+    Column("digest", String(64), nullable=False),
+    Column("problem_digest", String(64), nullable=False),
+    Column("status", String(31), nullable=False),
+    Column("state", String(15), nullable=False, server_default=text("'proposed'")),
+    Column("document", JSONB, nullable=False),
+    Column("made_at", DateTime(timezone=True), nullable=False, server_default=func.now()),
+    Column("confirmed_at", DateTime(timezone=True), nullable=False, server_default=func.now()),
+    Column("applied_by", String(127)),
+    Column("ended_at", DateTime(timezone=True)),
+    CheckConstraint(
+        _one_of("state", ("proposed", "applying", "applied", "failed", "cancelled")), name="state"
+    ),
+    Index("uq_plans_applying", "state", unique=True, postgresql_where=text("state = 'applying'")),
+    Index("ix_plans_made_at", "made_at"),
+)
+
+# The moves of a plan that is or was applied, in their order; a proposed plan has them in `document`.
+plan_moves = Table(
+    "plan_moves",
+    metadata,
+    Column("revision", ForeignKey("plans.revision", ondelete="CASCADE"), primary_key=True),
+    Column("number", Integer, primary_key=True),
+    Column("kind", String(15), nullable=False),
+    Column("node_id", String(63), nullable=False),
+    Column("engine_id", String(127), nullable=False),
+    Column("state", String(15), nullable=False, server_default=text("'waiting'")),
+    Column("detail", Text, nullable=False, server_default=text("''")),
+    Column("body", JSONB, nullable=False),
+    Column("began_at", DateTime(timezone=True)),
+    Column("ended_at", DateTime(timezone=True)),
+    CheckConstraint(
+        _one_of(
+            "state",
+            (
+                "waiting",
+                "running",
+                "done",
+                "failed",
+                "undoing",
+                "undone",
+                "stuck",
+                "cancelled",
+                "not_executable",
+            ),
+        ),
+        name="state",
+    ),
+)
+
+# What each class of demand brought in each quarter of an hour that is over.
+demand_slots = Table(
+    "demand_slots",
+    metadata,
+    Column("class_id", String(511), primary_key=True),
+    Column("started_at", DateTime(timezone=True), primary_key=True),
+    Column("body", JSONB, nullable=False),
+    Index("ix_demand_slots_started_at", "started_at"),
+)
+
+# What the planner has learned of each class of demand.
+forecasts = Table(
+    "forecasts",
+    metadata,
+    Column("class_id", String(511), primary_key=True),
+    Column("state", JSONB, nullable=False),
+    Column("updated_at", DateTime(timezone=True), nullable=False, server_default=func.now()),
+)
+
+# How engines are started, as cluster documents declared them: a load of the planner needs one.
+engine_specs = Table(
+    "engine_specs",
+    metadata,
+    Column("engine_id", String(127), primary_key=True),
+    Column("node_id", ForeignKey("nodes.id", ondelete="CASCADE"), nullable=False),
+    Column("body", JSONB, nullable=False),
+)
+
+# What replicas have learned about sizes: a histogram for each quantity of a model, of a scope of it, and
+# of a tenant's scope of it ('' where a level has no such part).
+size_estimates = Table(
+    "size_estimates",
+    metadata,
+    Column("model", String(255), primary_key=True),
+    Column("scope", String(15), primary_key=True),
+    Column("tenant_id", String(63), primary_key=True),
+    Column("quantity", String(31), primary_key=True),
+    Column("weights", ARRAY(Double), nullable=False),
+    Column("observations", BigInteger, nullable=False),
+    Column("updated_at", DateTime(timezone=True), nullable=False, server_default=func.now()),
+    CheckConstraint("observations >= 0", name="observations"),
+    Index("ix_size_estimates_updated_at", "updated_at"),
 )
 
 # ---------------------------------------------------------------- policies and their audit

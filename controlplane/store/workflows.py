@@ -12,10 +12,12 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 from controlplane.admission.budget import Unit
 from controlplane.domain.catalog import Scope
 from controlplane.domain.errors import ConfigurationError
-from controlplane.domain.ids import SloClassName, TenantId, WorkflowId
+from controlplane.domain.ids import ModelName, SloClassName, TenantId, WorkflowId
 from controlplane.domain.outcome import WorkflowState
-from controlplane.store import tables
+from controlplane.store import audit, model_choice, tables
+from controlplane.store.audit import Change
 from controlplane.store.budgets import TOKENS_SUFFIX, workflow_budget_id
+from controlplane.store.model_choice import ChoiceRow
 from controlplane.store.paging import Page, newest_first, page
 from controlplane.store.session import transaction
 
@@ -26,7 +28,9 @@ _ID_BYTES = 12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkflowRecord:
-    """One workflow. The `budget_` fields are None when it has no budget of its own in micro-dollars,
+    """One workflow. `model` is what all its calls get that name `asked_model`, None until it is chosen.
+
+    The `budget_` fields are None when it has no budget of its own in micro-dollars,
     `token_budget_id` when it has none in tokens.
 
     `steps_done` counts steps in which a call succeeded, `spent_micro_usd` what its calls cost so
@@ -51,6 +55,9 @@ class WorkflowRecord:
     token_budget_id: str | None
     steps_done: int
     spent_micro_usd: int
+    asked_model: str | None = None
+    model: ModelName | None = None
+    retry_of: WorkflowId | None = None
 
     @property
     def deadline_epoch_ms(self) -> float:
@@ -62,6 +69,10 @@ class WorkflowConflict:
     """The workflow had ended in another state than the one asked for; nothing was changed."""
 
     record: WorkflowRecord
+
+
+def new_id() -> WorkflowId:
+    return WorkflowId(f"wf-{secrets.token_hex(_ID_BYTES)}")
 
 
 async def create(
@@ -76,12 +87,14 @@ async def create(
     budget_micro_usd: int | None,
     budget_tokens: int | None = None,
     workflow_id: WorkflowId | None = None,
+    choice: ChoiceRow | None = None,
+    retry_of: WorkflowId | None = None,
 ) -> WorkflowRecord:
-    """A running workflow, due `deadline_ms` from now by the database's clock.
+    """A running workflow, due `deadline_ms` from now by the database's clock. `choice` is of its model.
 
     Raises ConfigurationError when the tenant or the SLO class does not exist, or the id is taken.
     """
-    identifier = workflow_id or WorkflowId(f"wf-{secrets.token_hex(_ID_BYTES)}")
+    identifier = workflow_id or new_id()
     budget_id = None if budget_micro_usd is None else workflow_budget_id(identifier)
     try:
         async with transaction(engine) as connection:
@@ -108,8 +121,13 @@ async def create(
                     budget_id=budget_id,
                     deadline_at=func.clock_timestamp()
                     + func.make_interval(0, 0, 0, 0, 0, 0, deadline_ms / 1000.0),
+                    asked_model=None if choice is None else choice.asked_model,
+                    model=None if choice is None else choice.model,
+                    retry_of=retry_of,
                 )
             )
+            if choice is not None:
+                await model_choice.insert_choice(connection, identifier, tenant, choice)
             record = await _read(connection, identifier, None)
     except IntegrityError as error:
         diagnosis = getattr(error.orig, "diag", None)
@@ -159,14 +177,15 @@ async def end(
     tenant: TenantId | None,
     state: WorkflowState,
     detail: str = "",
+    by: Change | None = None,
 ) -> WorkflowRecord | WorkflowConflict | None:
     """End a running workflow in `state`. Asking again for the state it ended in changes nothing.
 
     A workflow past its deadline has expired, whatever is said of it afterwards. None: no such
-    workflow.
+    workflow. `by` names an operator who ends it; tenants end theirs without a note.
     """
     async with transaction(engine) as connection:
-        await connection.execute(
+        ended = await connection.execute(
             text(
                 """
                 UPDATE workflows SET
@@ -187,6 +206,15 @@ async def end(
             },
         )
         record = await _read(connection, workflow_id, tenant)
+        if by is not None and record is not None and ended.rowcount:
+            await audit.note(
+                connection,
+                by,
+                "workflow.end",
+                f"workflow:{workflow_id}",
+                {"state": str(WorkflowState.RUNNING)},
+                {"state": str(record.state)},
+            )
     if record is None or record.state is state:
         return record
     return WorkflowConflict(record)
@@ -278,4 +306,7 @@ def _record(row: Row[Any]) -> WorkflowRecord:
         token_budget_id=row.token_budget_id,
         steps_done=int(row.steps_done),
         spent_micro_usd=int(row.spent),
+        asked_model=row.asked_model,
+        model=row.model,
+        retry_of=row.retry_of,
     )

@@ -21,9 +21,9 @@ VALUE_CHARS_MAX = 200
 FIELDS = frozenset(
     {
         "attempt", "cause", "child", "command", "decision", "detail", "duration_ms", "endpoint",
-        "engine", "entries", "epoch", "error", "kind", "leg", "loop", "model", "node", "outcome",
+        "engine", "entries", "epoch", "error", "kind", "leg", "loop", "model", "moves", "node", "outcome",
         "path", "pause_s", "pid", "port", "reason", "region", "replica", "request", "requests",
-        "requests_lost", "scope", "signal", "status", "step", "subject", "tenant_class", "url",
+        "requests_lost", "revision", "scope", "signal", "state", "status", "step", "subject", "tenant_class", "url",
         "version", "was", "why", "workflow", "workflows_expired",
     }
 )  # fmt: skip

@@ -187,6 +187,11 @@ class Metrics:
             "headway_tokens", "headway.tokens", "{token}", ("model", "tenant_class", "kind"),
             "Tokens used; the kind is prompt, cached (a part of prompt) or completion.",
         )  # fmt: skip
+        self.prefix_tokens = self._counter(
+            "headway_prefix_tokens", "headway.prefix.tokens", "{token}", ("model", "kind"),
+            "Prompt tokens of finished calls: all (prompt), taken to be cached (predicted), cached as the engine"
+            " told (actual), and how far the two lie apart (error); error over prompt is the mean error.",
+        )  # fmt: skip
         self.in_flight = self._gauge(
             "headway_requests_in_flight", "headway.requests.in_flight", "{request}", ("model",),
             "Accepted calls that have not ended.",
@@ -307,6 +312,42 @@ class Metrics:
             "headway_pool_level", "headway.pool.level", "1", ("model",),
             "Rank below which workflows do not begin; 0 refuses nobody.",
         )  # fmt: skip
+        self.pool_ramp_ratio = self._gauge(
+            "headway_pool_ramp_ratio", "headway.pool.ramp.ratio", "1", ("model",),
+            "Share of its room that a pool may use while it is warmed up; 0 cold, 1 warm.",
+        )  # fmt: skip
+        self.pool_breaker_state = self._gauge(
+            "headway_pool_breaker_state", "headway.pool.breaker.state", "1", ("model", "region"),
+            "Breaker of a model in a region: 0 closed, 1 half-open, 2 open.",
+        )  # fmt: skip
+        self.pool_retries_left = self._gauge(
+            "headway_pool_retries_left", "headway.pool.retries.left", "{retry}", ("model",),
+            "Retries that the budget of a pool still allows in the window that holds.",
+        )  # fmt: skip
+        self.tenants_without_retries = self._gauge(
+            "headway_tenants_without_retries", "headway.tenants.without_retries", "{tenant}", (),
+            "Of the tenants that called of late, those whose retry budget is spent.",
+        )  # fmt: skip
+        self.engine_breaker_state = self._gauge(
+            "headway_engine_breaker_state", "headway.engine.breaker.state", "1",
+            ("engine", "model", "region"),
+            "Breaker of an engine: 0 closed, 1 half-open, 2 open.",
+        )  # fmt: skip
+        self.engine_ramp_ratio = self._gauge(
+            "headway_engine_ramp_ratio", "headway.engine.ramp.ratio", "1",
+            ("engine", "model", "region"),
+            "Share of its room that an engine may use while it, or its pool, is new.",
+        )  # fmt: skip
+        self.engine_seats_withheld = self._gauge(
+            "headway_engine_seats_withheld", "headway.engine.seats.withheld", "{seat}",
+            ("engine", "model", "region"),
+            "Seats lent that ramp, back-pressure or a doubtful breaker keep empty.",
+        )  # fmt: skip
+        self.engine_attempts_expected = self._gauge(
+            "headway_engine_attempts_expected", "headway.engine.attempts.expected", "{attempt}",
+            ("engine", "model", "region"),
+            "How often a call must be sent to an engine until it succeeds, by its latest faults.",
+        )  # fmt: skip
         self.seats_lent = self._gauge(
             "headway_engine_seats_lent", "headway.engine.seats.lent", "{seat}",
             ("engine", "model", "region"), "Seats that an engine's agent has lent to this replica.",
@@ -331,6 +372,67 @@ class Metrics:
         self.journal_depth = self._gauge(
             "headway_journal_entries_pending", "headway.journal.entries.pending", "{entry}", (),
             "Journal entries not yet written to the database.",
+        )  # fmt: skip
+
+        # What the planner wants; read from what the leader told this replica last.
+        self.plan_rounds = self._counter(
+            "headway_plan_rounds", "headway.plan.rounds", "{round}", ("result",),
+            "Rounds of the planner while this replica led: planned, crashed, timed_out or refused.",
+        )  # fmt: skip
+        self.plan_moves = self._counter(
+            "headway_plan_moves", "headway.plan.moves", "{move}", ("kind", "result"),
+            "Moves of plans that ended while this replica led: done, failed, undone or stuck.",
+        )  # fmt: skip
+        self.plan_age = self._gauge(
+            "headway_plan_age_seconds", "headway.plan.age", "s", (),
+            "Time since the leader last made a plan; it stands until the next one.",
+        )  # fmt: skip
+        self.plan_revision = self._gauge(
+            "headway_plan_revision", "headway.plan.revision", "1", (),
+            "Revision of the plan that stands.",
+        )  # fmt: skip
+        self.plan_gap = self._gauge(
+            "headway_plan_gap_ratio", "headway.plan.gap.ratio", "1", (),
+            "How far the plan may lie above the best one, by the solver's bound.",
+        )  # fmt: skip
+        self.plan_solve_time = self._gauge(
+            "headway_plan_solve_seconds", "headway.plan.solve", "s", (),
+            "Time that the solver took for the plan.",
+        )  # fmt: skip
+        self.desired_engines = self._gauge(
+            "headway_desired_engines", "headway.desired.engines", "{engine}",
+            ("model", "gpu_type", "role", "region"),
+            "Engines that the plan wants.",
+        )  # fmt: skip
+        self.desired_nodes = self._gauge(
+            "headway_desired_nodes", "headway.desired.nodes", "{node}", ("gpu_type", "region"),
+            "Nodes that the plan wants: what an autoscaler follows.",
+        )  # fmt: skip
+        self.pool_kv_shadow_price = self._gauge(
+            "headway_pool_kv_shadow_price_usd_per_token_second", "headway.pool.kv.shadow_price",
+            "{USD}/s", ("model", "gpu_type", "role", "region"),
+            "What one more KV token-second would save, beyond its rent.",
+        )  # fmt: skip
+        self.pool_gpu_shadow_price = self._gauge(
+            "headway_pool_gpu_shadow_price_usd_per_second", "headway.pool.gpu.shadow_price",
+            "{USD}/s", ("model", "gpu_type", "role", "region"),
+            "What one more second of an engine would save, beyond its rent.",
+        )  # fmt: skip
+        self.class_bid_price = self._gauge(
+            "headway_class_bid_price_usd", "headway.class.bid_price", "{USD}", ("class_id",),
+            "Value that one workflow of a class displaces; below it, it is worth less than its place.",
+        )  # fmt: skip
+
+        # Models chosen by outcomes.
+        self.model_choices = self._counter(
+            "headway_model_choices", "headway.model_choices", "{workflow}",
+            ("choice_class", "model", "why"),
+            "Workflows, and calls without one, that were given a model, by what decided.",
+        )  # fmt: skip
+        self.model_outcomes = self._counter(
+            "headway_model_outcomes", "headway.model_outcomes", "{workflow}",
+            ("choice_class", "model", "outcome"),
+            "Workflows with a chosen model that ended and were counted here, by how they ended.",
         )  # fmt: skip
 
     def all(self) -> tuple[Metric, ...]:

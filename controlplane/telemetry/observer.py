@@ -2,7 +2,7 @@
 
 from typing import Any, Protocol
 
-from controlplane.domain.decision import Refuse
+from controlplane.domain.decision import Placement, Refuse
 from controlplane.domain.money import usd
 from controlplane.domain.outcome import AttemptOutcome, RequestState, Usage
 from controlplane.telemetry.metrics import Metrics
@@ -27,6 +27,10 @@ class _Settled(Protocol):
     def model(self) -> Any: ...
     @property
     def queue_ms(self) -> float: ...
+    @property
+    def is_replayed(self) -> bool: ...
+    @property
+    def placement(self) -> Placement: ...
 
 
 class GateObserver:
@@ -42,7 +46,6 @@ class GateObserver:
     def settled(
         self, ticket: _Settled, state: RequestState, usage: Usage, charged_micro_usd: int
     ) -> None:
-        del usage
         metrics = self._metrics
         tenant_class = ticket.call.principal.tenant.tenant_class
         model = ticket.model.name
@@ -51,6 +54,14 @@ class GateObserver:
             metrics.queue_time.observe(
                 ticket.queue_ms / MILLISECONDS_PER_SECOND, (model, tenant_class)
             )
+
+        if state is RequestState.SUCCEEDED and not usage.is_estimated and not ticket.is_replayed:
+            predicted = ticket.placement.cached_tokens
+            add = metrics.prefix_tokens.add
+            add((model, "prompt"), usage.prompt_tokens)
+            add((model, "predicted"), predicted)
+            add((model, "actual"), usage.cached_tokens)
+            add((model, "error"), abs(predicted - usage.cached_tokens))
 
     def refused(self, call: _Caller | None, refuse: Refuse) -> None:
         tenant_class = "" if call is None else call.principal.tenant.tenant_class

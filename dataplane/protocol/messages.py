@@ -174,6 +174,91 @@ class Acknowledgement(msgspec.Struct, kw_only=True, frozen=True):
     detail: str = ""
 
 
+class PoolPrice(msgspec.Struct, kw_only=True, frozen=True):
+    """What more capacity of one pool would save, beyond its rent: micro-dollars per millisecond of an engine
+    and per KV token-second. 0 where there is enough.
+    """
+
+    model: str
+    gpu_type: str
+    gpus: int
+    role: str
+    region: str
+    micro_usd_per_gpu_ms: float
+    micro_usd_per_kv_token_s: float
+
+
+class ClassPrice(msgspec.Struct, kw_only=True, frozen=True):
+    """The value, in micro-dollars, that one workflow of a class displaces where it displaces least."""
+
+    class_id: str
+    model: str
+    bid_micro_usd: float
+    served_ratio: float
+
+
+class ModelPace(msgspec.Struct, kw_only=True, frozen=True):
+    """How far calls in flight may stretch the time per token of a model's empty engine; work that can wait
+    may stretch it only by `deferrable_ratio`. `bid_micro_usd_per_call` is what a call displaces, 0 when
+    there is enough for all, and `calls_per_s` what is forecast to come.
+    """
+
+    model: str
+    ratio: float
+    deferrable_ratio: float
+    bid_micro_usd_per_call: float
+    calls_per_s: float
+
+
+class ControlPrices(msgspec.Struct, kw_only=True, frozen=True):
+    """The leader tells all replicas what capacity is worth now. Void `ttl_ms` after `made_ms` (milliseconds
+    of the Unix epoch): a price of scarcity that is old is worse than none. `round` counts within `epoch`.
+    """
+
+    v: int = MAJOR
+    epoch: int
+    round: int
+    made_ms: int
+    ttl_ms: int
+    pools: list[PoolPrice]
+    classes: list[ClassPrice]
+    models: list[ModelPace]
+
+
+class DesiredEngines(msgspec.Struct, kw_only=True, frozen=True):
+    model: str
+    gpu_type: str
+    gpus: int
+    role: str
+    region: str
+    desired: int
+    actual: int
+
+
+class DesiredNodes(msgspec.Struct, kw_only=True, frozen=True):
+    region: str
+    gpu_type: str
+    gpus: int
+    desired: int
+    actual: int
+
+
+class ControlPlan(msgspec.Struct, kw_only=True, frozen=True):
+    """The leader tells all replicas what the fleet should be. It stands until a later one is told."""
+
+    v: int = MAJOR
+    epoch: int
+    round: int
+    revision: int
+    made_ms: int
+    status: str
+    gap_ratio: float
+    solve_s: float
+    moves: int
+    engines: list[DesiredEngines]
+    nodes: list[DesiredNodes]
+
+
 _encoder = msgspec.json.Encoder()
 
 

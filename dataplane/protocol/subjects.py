@@ -11,6 +11,11 @@ ALL_BYES = f"{PREFIX}.node.*.bye"
 ALL_TELEMETRY = f"{PREFIX}.node.*.telemetry"
 ALL_ACKNOWLEDGEMENTS = f"{PREFIX}.node.*.ack"
 
+# What the leader tells all replicas; the stream keeps the last message of each subject for those to come.
+CONTROL_STREAM = "HW_CONTROL"
+CONTROL_PLAN = f"{PREFIX}.control.plan"
+CONTROL_PRICES = f"{PREFIX}.control.prices"
+
 # A replica that has just started asks every agent to say hello again.
 ROLL_CALL = f"{PREFIX}.control.rollcall"
 

@@ -21,6 +21,7 @@ AIMS = {
     "decision_100_p50_us": 50.0,
     "decision_100_p99_us": 200.0,
     "decision_1000_p50_us": 300.0,
+    "batch_64x100_ms": 5.0,
     "gateway_c64_cpu_us": 97.0,
     "policy_20_mean_us": 10.0,
 }

@@ -1,18 +1,22 @@
 """Time of one placement decision over 10, 100 and 1,000 engines, compiled and uncompiled.
 
-Thread CPU time in a tight loop, so that other work on the machine does not count. A mixed fleet under
-load: five GPU types, busy rows, prefix holders, prefill/decode pairs among them. Every decision is for
-another request, so that nothing is remembered from the one before.
+Thread CPU time, so that other work on the machine does not count. A mixed fleet under load: five GPU
+types, busy rows, workflows that live there, prefill/decode pairs among them. A decision is the look-up in a
+full prefix index and the placement; half of the prompts have 100,000 tokens. Every decision is for another
+request, so that nothing is remembered from the one before. `cold`: as many bytes as the caches hold
+are walked before each, as in a process that relays between decisions. Cutting and hashing a prompt
+happens once, where it is read, and has a figure of its own.
 """
 
 import argparse
+import gc
 import json
 import random
 import subprocess
 import sys
 import time
 from pathlib import Path
-from statistics import quantiles
+from statistics import median, quantiles
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = (10, 100, 1000)
@@ -22,6 +26,10 @@ ROUNDS = {10: 2000, 100: 1000, 1000: 150}
 ROLES = ("both",) * 8 + ("prefill", "decode")
 PREFILLER = ROLES.index("prefill")
 CHILD_S_MAX = 300
+PROMPTS = (300, 12_000, 100_000, 100_000)
+BYTES_PER_TOKEN = 4
+COLD_BYTES = 3 * 1024 * 1024
+COLD_ROUNDS = 200
 
 
 def fleet(size: int, seed: int):
@@ -96,25 +104,49 @@ def fleet(size: int, seed: int):
         row.kv_tokens_used = row.kv_tokens_taken = int(row.kv_tokens_capacity * rng.random() * 0.8)
         row.prefill_tokens_pending = rng.choice((0, 0, 0, 2_000, 8_000))
         row.waiting = rng.choice((0, 0, 0, 1))
+        row.flows_micro_usd_per_s = rng.random() * 2_000
+        row.flows_ms_per_step = rng.random() * 5
+        row.bid_micro_usd = rng.choice((5_000.0, 10_000.0))
+        row.offered_ratio = rng.random()
         rows.append(row)
     return tuple(rows)
 
 
-def requests(size: int, seed: int):
-    """Requests with what is cached for each: a few holders, as a prefix index finds them."""
-    from controlplane.domain.catalog import Scope
-    from controlplane.domain.request import Request
+def full_index(rows, seed: int):
+    """A prefix index with as many chunks as it keeps, and all engines' shared prefix among them."""
+    from controlplane.scheduler.prefix_index import HOLDINGS_MAX, PrefixIndex
 
     rng = random.Random(seed)
+    index = PrefixIndex()
+    shared = tuple(range(1, 20))
+    each = HOLDINGS_MAX // len(rows)
+    for row in rows:
+        index.set_capacity(row.index, 1 << 40)
+        for _ in range(each // 40):
+            index.routed(row.index, tuple(rng.getrandbits(62) for _ in range(40)), 100_000)
+        index.routed(row.index, shared, 8_000)
+    return index, shared
+
+
+def requests(rows, index, shared, seed: int):
+    """Requests as they are decided on: half are first steps behind a shared prefix, half go on at home."""
+    from controlplane.domain.catalog import Scope
+    from controlplane.domain.request import Request
+    from controlplane.scheduler.prefix_index import GRID
+
+    rng = random.Random(seed)
+    size = len(rows)
     made = []
     for number in range(REQUESTS):
-        prompt = rng.choice((300, 2_000, 12_000, 40_000))
-        # Half are first steps that share a system prompt with some, half continue at their home.
-        home = rng.choice([index for index in range(size) if index % len(ROLES) != PREFILLER])
+        prompt = rng.choice(PROMPTS)
+        home = rng.choice([at for at in range(size) if at % len(ROLES) != PREFILLER])
         is_first = number % 2 == 0
-        cached = {rng.randrange(size): prompt // 8 for _ in range(8)}
+        grid = [end // BYTES_PER_TOKEN for end in GRID if end <= prompt * BYTES_PER_TOKEN]
+        own = tuple(rng.getrandbits(62) for _ in grid[len(shared) :])
+        prefix = shared[: len(grid)] + own
         if not is_first:
-            cached[home] = prompt * 15 // 16
+            held = len(grid) * 15 // 16
+            index.routed(home, prefix[:held], grid[held - 1] if held else 0, tuple(grid[:held]))
         request = Request(
             id=f"request-{number}",
             tenant="tenant",
@@ -123,8 +155,8 @@ def requests(size: int, seed: int):
             prompt_tokens=prompt,
             completion_tokens_max=1_024,
             completion_tokens_expected=300,
-            prefix=(),
-            prefix_tokens=(),
+            prefix=prefix,
+            prefix_tokens=tuple(grid),
             regions=3,
             gpu_types=31,
             weight=rng.choice((1.0, 2.0, 4.0)),
@@ -151,8 +183,25 @@ def requests(size: int, seed: int):
             waits_for_idle=False,
             is_preferred=False,
         )
-        made.append((request, cached))
+        made.append(request)
     return made
+
+
+def hashing() -> float:
+    """Microseconds to cut and hash a prompt of 100,000 tokens, and to write down where it went."""
+    from controlplane.scheduler.prefix_index import PrefixIndex
+
+    rng = random.Random(3)
+    index = PrefixIndex()
+    index.set_capacity(0, 1_000_000)
+    prompts = [rng.randbytes(100_000 * BYTES_PER_TOKEN) for _ in range(40)]
+    times = []
+    for raw in prompts * 2:
+        started = time.thread_time_ns()
+        prefix, boundaries = index.chain(raw, 1)
+        index.routed(0, prefix, 100_000, boundaries)
+        times.append((time.thread_time_ns() - started) / 1_000)
+    return round(median(times), 2)
 
 
 def measure() -> dict[str, float]:
@@ -162,16 +211,27 @@ def measure() -> dict[str, float]:
     figures: dict[str, float] = {}
     for size in SIZES:
         rows = fleet(size, seed=1)
-        asked = requests(size, seed=2)
-        times = []
-        for number in range(ROUNDS[size]):
-            request, cached = asked[number % len(asked)]
-            started = time.thread_time_ns()
-            place(request, rows, cached, 1_000_050)
-            times.append((time.thread_time_ns() - started) / 1_000)
-        cuts = quantiles(times[len(times) // 10 :], n=100)
-        figures[f"{size}_p50_us"] = round(cuts[49], 2)
-        figures[f"{size}_p99_us"] = round(cuts[98], 2)
+        index, shared = full_index(rows, seed=4)
+        asked = requests(rows, index, shared, seed=2)
+        gc.collect()
+        gc.freeze()
+        walked = bytearray(COLD_BYTES)
+        for kind, rounds in (("", ROUNDS[size]), ("_cold", COLD_ROUNDS)):
+            times = []
+            for number in range(rounds):
+                request = asked[number % len(asked)]
+                if kind:
+                    walked[::64] = walked[::64]
+                started = time.thread_time_ns()
+                cached = index.cached(
+                    request.prefix, request.prefix_tokens, request.prompt_tokens - 1
+                )
+                place(request, rows, cached, 1_000_050)
+                times.append((time.thread_time_ns() - started) / 1_000)
+            cuts = quantiles(times[len(times) // 10 :], n=100)
+            figures[f"{size}{kind}_p50_us"] = round(cuts[49], 2)
+            figures[f"{size}{kind}_p99_us"] = round(cuts[98], 2)
+    figures["prefix_100k_us"] = hashing()
     return figures
 
 

@@ -219,7 +219,9 @@ def _serve(engine_ports: Sequence[int], port: int) -> None:
         metrics, sweeper = Metrics(), Sweeper()
         gate = RoundRobinGate([("127.0.0.1", number) for number in engine_ports], keeps=False)
         hot_path = HotPath(gate, Upstream(sweeper), metrics, fallback)  # type: ignore[arg-type]
-        server = make_server(hot_path, sweeper, metrics, host="127.0.0.1", port=port)
+        server = make_server(
+            hot_path, sweeper, metrics, new_id=gate.new_id, host="127.0.0.1", port=port
+        )
         gc.collect()
         gc.freeze()
         async with asyncio.TaskGroup() as group:

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from statistics import median
@@ -185,13 +185,21 @@ class Lender:
 
 
 @asynccontextmanager
-async def replica(folder: Path) -> AsyncIterator[tuple[subprocess.Popen[bytes], str]]:
-    """A running `headway serve` with the mock engines in its fleet, and a tenant's key."""
+async def replica(
+    folder: Path,
+    command: Sequence[str] = (sys.executable, "-m", "controlplane.main"),
+    further: Mapping[str, str] | None = None,
+) -> AsyncIterator[tuple[subprocess.Popen[bytes], str]]:
+    """A running `headway serve` with the mock engines in its fleet, and a tenant's key.
+
+    `command` serves instead, `further` is added to its environment.
+    """
     postgres = EmbeddedPostgres(folder / "postgres")
     nats_home = folder / "nats"
     control, agent = control_user(nats_home), agent_user(nats_home, "n1")
     bus = EmbeddedNats(nats_home, [control, agent])
     database_url = await postgres.start()
+    (folder / "database.url").write_text(database_url)
     nats_url = await bus.start()
     await asyncio.to_thread(migrate.upgrade, database_url)
     engine = make_engine(database_url)
@@ -209,11 +217,10 @@ async def replica(folder: Path) -> AsyncIterator[tuple[subprocess.Popen[bytes], 
         "HEADWAY_PORT": str(PORT),
         "MALLOC_TRIM_THRESHOLD_": "536870912",
         "MALLOC_MMAP_THRESHOLD_": "33554432",
+        **(further or {}),
     }
     log = (folder / "serve.log").open("wb")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "controlplane.main"], env=environment, stdout=log, stderr=log
-    )
+    process = subprocess.Popen([*command], env=environment, stdout=log, stderr=log)
     try:
         await until_served(key, folder / "serve.log")
         yield process, key

@@ -8,7 +8,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from controlplane.domain.ids import ReplicaId, TenantId
 from controlplane.store import catalog, replicas
 from controlplane.store.cluster import ClusterDocument, parse_cluster
-from controlplane.store.journal import AttemptRow, DecisionRow, OpenedRow, SettledRow
+from controlplane.store.journal import AttemptRow, Charge, DecisionRow, OpenedRow, SettledRow
 
 CLUSTER = """
 regions: [eu, us]
@@ -130,7 +130,7 @@ class Rows:
             step=self.step,
             replica_id=self.replica,
             charges=(
-                (f"tenant:{self.tenant}", charged),
-                *(() if self.workflow_budget is None else ((self.workflow_budget, charged),)),
+                Charge(f"tenant:{self.tenant}", charged),
+                *(() if self.workflow_budget is None else (Charge(self.workflow_budget, charged),)),
             ),
         )

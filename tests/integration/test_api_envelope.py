@@ -11,6 +11,7 @@ from psycopg import sql
 from sqlalchemy import make_url
 
 from controlplane.api import failures
+from controlplane.api.request_ids import RequestIds
 from tests.integration.surfaces import Surfaces, running_surfaces
 
 
@@ -28,7 +29,35 @@ def assert_envelope(response: httpx2.Response, status: int, code: str) -> str:
     assert body["error"]["code"] == code
     assert response.headers["x-headway-reason"] == code
     assert response.headers["content-type"].startswith("application/json")
+    ids = {response.headers["x-request-id"], response.headers["x-headway-decision"]}
+    assert len(ids) == 1
     return str(body["error"]["message"])
+
+
+async def test_every_answer_has_an_id_of_its_own(surfaces: Surfaces) -> None:
+    tenant = surfaces.tenants["aurora"]
+    workflow = {"kind": "k", "scope": "chat", "steps_expected": 1, "deadline_s": 60}
+    message = {"model": "llama-3.1-8b", "messages": [{"role": "user", "content": "hi"}]}
+    seen = []
+    for method, path, key, body in (
+        ("GET", "/health/live", None, None),
+        ("GET", "/metrics", None, None),
+        ("GET", "/openapi.json", None, None),
+        ("POST", "/v1/workflows", tenant, workflow),
+        ("GET", "/v1/workflows", tenant, None),
+        ("GET", "/v1/workflows", None, None),
+        ("GET", "/v1/models", tenant, None),
+        ("GET", "/v1/models/llama-3.1-8b", tenant, None),
+        ("GET", "/v1/models/nothing", tenant, None),
+        ("POST", "/v1/chat/completions", tenant, message),
+        ("POST", "/v1/chat/completions", tenant, {}),
+        ("GET", "/operator/v1/status", surfaces.operators["viewer"], None),
+        ("POST", "/operator/v1/cluster", surfaces.operators["viewer"], {}),
+    ):
+        answer = await surfaces.call(method, path, key, body)
+        assert answer.headers["x-request-id"] == answer.headers["x-headway-decision"], path
+        seen.append(answer.headers["x-request-id"])
+    assert len(set(seen)) == len(seen)
 
 
 async def test_unknown_path(surfaces: Surfaces) -> None:
@@ -130,6 +159,7 @@ async def test_keys_open_only_their_own_api(surfaces: Surfaces) -> None:
 
 async def test_defect_is_told_without_its_details() -> None:
     app = FastAPI()
+    app.add_middleware(RequestIds, new_id=lambda: "req-x")
     failures.install(app)
 
     @app.get("/broken")

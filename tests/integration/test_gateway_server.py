@@ -34,6 +34,7 @@ def gate(*addresses: tuple[str, int]) -> RoundRobinGate:
 async def refused(client: Client) -> tuple[int, str]:
     """Status and code of an answer after which the server hangs up."""
     got = await client.answer()
+    assert got.headers["x-request-id"] == got.headers["x-headway-decision"] != ""
     assert await client.reader.read() == b""
     client.writer.close()
     return got.status, got.json()["error"]["code"]

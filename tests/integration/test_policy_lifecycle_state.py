@@ -11,6 +11,7 @@ from controlplane.domain.catalog import Scope
 from controlplane.domain.errors import ConfigurationError, StateUnavailable
 from controlplane.domain.ids import ReplicaId, TenantId
 from controlplane.runtime.loops import every
+from controlplane.runtime.policy_compile import PolicyCompiler
 from controlplane.runtime.policy_state import POLICY_INTERVAL_S, PolicyState, in_canary
 from controlplane.store import audit, policies
 from controlplane.store.policies import Mode
@@ -52,12 +53,20 @@ class Clock:
         return self.now_ms
 
 
+# Without a process to check bundles in, a thread does it.
+IN_A_THREAD = ("/nonexistent/python",)
+
+
 async def started(
-    engine: AsyncEngine, given: dict[str, str] = PLAIN, name: str = "r1", clock: Clock | None = None
+    engine: AsyncEngine,
+    given: dict[str, str] = PLAIN,
+    name: str = "r1",
+    clock: Clock | None = None,
+    compiler: PolicyCompiler | None = None,
 ) -> PolicyState:
     return await PolicyState.start(
         engine, given, where="folder", replica_id=ReplicaId(name), metrics=Metrics(),
-        clock_ms=clock or Clock(),
+        compiler=compiler or PolicyCompiler(IN_A_THREAD), clock_ms=clock or Clock(),
     )  # fmt: skip
 
 
@@ -98,7 +107,13 @@ async def test_two_replicas_reload_within_two_seconds_and_no_call_fails(
     engine: AsyncEngine, clean_database_url: str
 ) -> None:
     other_engine = make_engine(clean_database_url)
-    states = [await started(engine), await started(other_engine, name="r2")]
+    compilers = [PolicyCompiler(), PolicyCompiler()]
+    for compiler in compilers:
+        await compiler.start()
+    states = [
+        await started(engine, compiler=compilers[0]),
+        await started(other_engine, name="r2", compiler=compilers[1]),
+    ]
     loops = [
         asyncio.create_task(every(POLICY_INTERVAL_S, "policies", state.refresh)) for state in states
     ]
@@ -132,6 +147,9 @@ async def test_two_replicas_reload_within_two_seconds_and_no_call_fails(
         for task in (*calls, *loops):
             task.cancel()
         await asyncio.gather(*calls, *loops, return_exceptions=True)
+        assert all(compiler.pid is not None for compiler in compilers), "none of it was in a thread"
+        for compiler in compilers:
+            await compiler.end()
         await other_engine.dispose()
 
 
@@ -167,7 +185,7 @@ async def test_an_outage_changes_nothing(engine: AsyncEngine) -> None:
     state = await started(engine, STRICT)
     away = PolicyState(
         make_engine("postgresql://nobody@127.0.0.1:9/nothing"), state.policy,
-        replica_id=ReplicaId("r2"), metrics=Metrics(),
+        replica_id=ReplicaId("r2"), metrics=Metrics(), compiler=PolicyCompiler(IN_A_THREAD),
     )  # fmt: skip
     with pytest.raises(StateUnavailable):
         await away.refresh()

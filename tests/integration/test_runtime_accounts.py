@@ -137,7 +137,7 @@ async def test_two_replicas_share_a_budget_and_give_it_back(world: World) -> Non
     large = (usd(name, 700),)
     assert await second.reserve_all(large) is None
     assert await second.reserve_all(small) == small[0], "the first holds the rest as its slice"
-    assert first.settle_all(small, micro_usd=40, tokens=9).charges == ((name, 40),)
+    assert first.settle_all(small, micro_usd=40, tokens=9).charges == ((name, 40, 1),)
     await first.surrender_all()
     assert await second.reserve_all(small) is None
     # The charge of 40 is still to be journalled and stays reserved until then.
@@ -181,7 +181,7 @@ async def test_a_charge_is_what_the_poorest_account_of_its_unit_can_pay(world: W
     assert accounts.charge_at_most(holds, Unit.MICRO_USD) == 60
     assert accounts.charge_at_most(holds[:1], Unit.TOKENS) == UNBOUNDED
     settlement = accounts.settle_all(holds, micro_usd=70, tokens=80)
-    assert settlement == (60, 80, ((rich, 60), (poor, 60), (tokens, 80)))
+    assert settlement == (60, 80, ((rich, 60, 1), (poor, 60, 1), (tokens, 80, 1)))
     with pytest.raises(ValueError, match="is settled"):
         accounts.settle_all(holds, micro_usd=0, tokens=0)
     with pytest.raises(ValueError, match="is settled"):

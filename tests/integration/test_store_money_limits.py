@@ -12,7 +12,7 @@ from controlplane.domain.catalog import Limits, OperatorRole, Scope
 from controlplane.domain.errors import ConfigurationError
 from controlplane.domain.ids import KeyId, SloClassName
 from controlplane.store import budget_limits, budgets, catalog, keys, records, workflows
-from controlplane.store.journal import Journal
+from controlplane.store.journal import Charge, Journal
 from controlplane.store.paging import BadCursor
 from tests.integration.store_world import ACME, R1, R2, Rows
 
@@ -162,11 +162,11 @@ async def test_a_call_is_charged_in_every_account_in_its_unit(
     assert made.budget_id is not None
     assert made.token_budget_id == f"workflow:{made.id}:tokens"
     charges = (
-        ("tenant:acme", 70), (own, 70), (made.budget_id, 70), (in_tokens, 1_050),
-        (made.token_budget_id, 1_050), ("tenant:nobody", 0),
+        Charge("tenant:acme", 70), Charge(own, 70), Charge(made.budget_id, 70),
+        Charge(in_tokens, 1_050), Charge(made.token_budget_id, 1_050), Charge("tenant:nobody", 0),
     )  # fmt: skip
-    for name, _ in charges[:4]:
-        assert await budgets.lease(engine, name, R1, 100, 100)
+    for charge in charges[:4]:
+        assert await budgets.lease(engine, charge.budget_id, R1, 100, 100)
     rows = Rows("q", workflow=made.id)
     settled = rows.settled(70)._replace(charges=charges)
     # Twice in one batch, and the batch twice: once is what counts.
@@ -178,7 +178,7 @@ async def test_a_call_is_charged_in_every_account_in_its_unit(
     assert await view(engine, made.token_budget_id) == (9_000, 1_050, 0)
     with psycopg.connect(clean_database_url) as connection:
         found = connection.execute("SELECT amount_micro_usd, charges FROM ledger").fetchall()
-    assert found == [(70, {name: amount for name, amount in charges if amount})]
+    assert found == [(70, {charge.budget_id: charge.amount for charge in charges if charge.amount})]
     assert await records.invariants(engine) == {"I1": True, "I2": True}
 
     with psycopg.connect(clean_database_url) as connection:

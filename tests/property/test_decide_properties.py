@@ -99,7 +99,9 @@ def test_a_longer_deadline_never_turns_admit_into_refuse(many, terms_):
 def test_a_call_leaves_a_home_that_is_full_only_after_waiting(many, terms_):
     for request, fleet, cached in many:
         home = next((row for row in fleet if row.engine_id == request.home), None)
-        if home is None or has_room(home, kv_tokens(request, home, cached)):
+        # A session without a workflow is a hint, and nobody waits for it.
+        is_bound = home is not None and request.workflow is not None
+        if not is_bound or has_room(home, kv_tokens(request, home, cached)):
             continue
         match decide(request, snapshot(fleet, cached), terms_, NOW_MS):
             case Admit():

@@ -19,7 +19,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from controlplane.admission.budget import Hold, Unit, Window
 from controlplane.domain.errors import StateUnavailable
 from controlplane.domain.ids import ReplicaId
-from controlplane.runtime.accounts import Accounts, Settlement
+from controlplane.runtime.accounts import Accounts, Held, Settlement
 from controlplane.store import budgets, records, replicas
 from controlplane.store.budgets import BudgetRecord
 from controlplane.store.journal import Entry, Journal, OpenedRow, SettledRow
@@ -55,7 +55,7 @@ class Truth:
     """What is stored: accounts as (limit, spent, reserved, spent in windows that are over)."""
 
     accounts: dict[str, tuple[int, int, int, int]]
-    leases: dict[tuple[str, str], int]
+    leases: dict[tuple[str, str, int], int]
     states: dict[str, str]
     ledger: dict[str, dict[str, int]]
 
@@ -66,18 +66,29 @@ class Bank(Protocol):
     busy: int
 
     async def lease(
-        self, engine: AsyncEngine, budget_id: str, replica_id: ReplicaId, at_least: int, wanted: int
+        self,
+        engine: AsyncEngine,
+        budget_id: str,
+        replica_id: ReplicaId,
+        at_least: int,
+        wanted: int,
+        generation: int,
     ) -> int: ...
     async def surrender(
-        self, engine: AsyncEngine, budget_id: str, replica_id: ReplicaId, amount: int
+        self,
+        engine: AsyncEngine,
+        budget_id: str,
+        replica_id: ReplicaId,
+        amount: int,
+        generation: int,
     ) -> int: ...
     async def read(self, engine: AsyncEngine, budget_id: str) -> BudgetRecord | None: ...
     async def open_accounts(self, seed: int) -> None: ...
-    async def register(self, replica_id: str) -> None: ...
+    async def register(self, replica_id: str) -> int: ...
     async def write(self, replica_id: str, entries: Sequence[Entry]) -> None: ...
     async def silence(self, replica_id: str) -> None: ...
     async def reap(self) -> None: ...
-    async def beat(self, replica_id: str) -> bool: ...
+    async def beat(self, replica_id: str) -> int: ...
     async def end_windows(self, seed: int) -> None: ...
     async def roll_over(self) -> None: ...
     async def truth(self, seed: int) -> Truth: ...
@@ -111,30 +122,43 @@ class MemoryBank:
     def __init__(self) -> None:
         self.busy = 0
         self.accounts: dict[str, MemoryAccount] = {}
-        self.leases: dict[tuple[str, str], int] = {}
+        self.leases: dict[tuple[str, str, int], int] = {}
         self.requests: dict[str, tuple[str, str]] = {}
         self.ledger: dict[str, dict[str, int]] = {}
         self.living: dict[str, bool] = {}
+        self.lives: dict[str, int] = {}
         self.silent: set[str] = set()
 
     async def lease(
-        self, engine: AsyncEngine, budget_id: str, replica_id: ReplicaId, at_least: int, wanted: int
+        self,
+        engine: AsyncEngine,
+        budget_id: str,
+        replica_id: ReplicaId,
+        at_least: int,
+        wanted: int,
+        generation: int,
     ) -> int:
         account = self.accounts[budget_id]
         account.roll()
         free = account.limit - account.spent - account.reserved
-        if free < at_least or not self.living[replica_id]:
+        is_now = self.living[replica_id] and self.lives[replica_id] == generation
+        if free < at_least or not is_now:
             return 0
         amount = min(wanted, max(at_least, free // 4))
         account.reserved += amount
-        key = (budget_id, replica_id)
+        key = (budget_id, replica_id, generation)
         self.leases[key] = self.leases.get(key, 0) + amount
         return amount
 
     async def surrender(
-        self, engine: AsyncEngine, budget_id: str, replica_id: ReplicaId, amount: int
+        self,
+        engine: AsyncEngine,
+        budget_id: str,
+        replica_id: ReplicaId,
+        amount: int,
+        generation: int,
     ) -> int:
-        key = (budget_id, replica_id)
+        key = (budget_id, replica_id, generation)
         returned = min(amount, self.leases.get(key, 0))
         if returned:
             self.leases[key] -= returned
@@ -149,9 +173,12 @@ class MemoryBank:
         for name, (_, limit, window) in LIMITS.items():
             self.accounts[account_id(seed, name)] = MemoryAccount(limit, window)
 
-    async def register(self, replica_id: str) -> None:
+    async def register(self, replica_id: str) -> int:
+        if not self.living.get(replica_id, False):
+            self.lives[replica_id] = self.lives.get(replica_id, 0) + 1
         self.living[replica_id] = True
         self.silent.discard(replica_id)
+        return self.lives[replica_id]
 
     async def write(self, replica_id: str, entries: Sequence[Entry]) -> None:
         for entry in entries:
@@ -159,11 +186,14 @@ class MemoryBank:
                 self.requests.setdefault(entry.id, ("open", replica_id))
             if isinstance(entry, SettledRow) and self.requests[entry.id][0] == "open":
                 self.requests[entry.id] = (entry.state, replica_id)
-                self.ledger[entry.id] = self._charge(replica_id, dict(entry.charges))
+                lives = {charge.generation for charge in entry.charges}
+                assert len(lives) == 1
+                amounts = {charge.budget_id: charge.amount for charge in entry.charges}
+                self.ledger[entry.id] = self._charge(replica_id, lives.pop(), amounts)
 
-    def _charge(self, replica_id: str, charges: dict[str, int]) -> dict[str, int]:
+    def _charge(self, replica_id: str, life: int, charges: dict[str, int]) -> dict[str, int]:
         leased = {
-            name: min(amount, self.leases.get((name, replica_id), 0))
+            name: min(amount, self.leases.get((name, replica_id, life), 0))
             for name, amount in charges.items()
         }
         for name, amount in charges.items():
@@ -175,7 +205,7 @@ class MemoryBank:
             account.spent += amount
             account.reserved -= leased[name]
             if leased[name]:
-                self.leases[name, replica_id] -= leased[name]
+                self.leases[name, replica_id, life] -= leased[name]
         return {name: amount for name, amount in charges.items() if amount}
 
     async def silence(self, replica_id: str) -> None:
@@ -188,15 +218,13 @@ class MemoryBank:
                 if owner == replica_id and state == "open":
                     self.requests[request] = ("lost", owner)
                     self.ledger[request] = {}
-            for (name, owner), amount in list(self.leases.items()):
-                if owner == replica_id:
-                    self.accounts[name].reserved -= amount
-                    del self.leases[name, owner]
+            for key, amount in list(self.leases.items()):
+                if key[1] == replica_id:
+                    self.accounts[key[0]].reserved -= amount
+                    del self.leases[key]
 
-    async def beat(self, replica_id: str) -> bool:
-        is_known = self.living[replica_id]
-        await self.register(replica_id)
-        return is_known
+    async def beat(self, replica_id: str) -> int:
+        return await self.register(replica_id)
 
     async def end_windows(self, seed: int) -> None:
         for account in self.accounts.values():
@@ -228,20 +256,33 @@ class PostgresBank:
         self.watch = psycopg.connect(url, autocommit=True)
 
     async def lease(
-        self, engine: AsyncEngine, budget_id: str, replica_id: ReplicaId, at_least: int, wanted: int
+        self,
+        engine: AsyncEngine,
+        budget_id: str,
+        replica_id: ReplicaId,
+        at_least: int,
+        wanted: int,
+        generation: int,
     ) -> int:
         self.busy += 1
         try:
-            return await budgets.lease(self.engine, budget_id, replica_id, at_least, wanted)
+            return await budgets.lease(
+                self.engine, budget_id, replica_id, at_least, wanted, generation
+            )
         finally:
             self.busy -= 1
 
     async def surrender(
-        self, engine: AsyncEngine, budget_id: str, replica_id: ReplicaId, amount: int
+        self,
+        engine: AsyncEngine,
+        budget_id: str,
+        replica_id: ReplicaId,
+        amount: int,
+        generation: int,
     ) -> int:
         self.busy += 1
         try:
-            return await budgets.surrender(self.engine, budget_id, replica_id, amount)
+            return await budgets.surrender(self.engine, budget_id, replica_id, amount, generation)
         finally:
             self.busy -= 1
 
@@ -267,9 +308,10 @@ class PostgresBank:
             (f"h{seed}", f"h{seed}", account_id(seed, "workflow")),
         )
 
-    async def register(self, replica_id: str) -> None:
-        await replicas.register(self.engine, ReplicaId(replica_id))
+    async def register(self, replica_id: str) -> int:
+        generation = await replicas.register(self.engine, ReplicaId(replica_id))
         self._see(replica_id, "now() + interval '1 h'")
+        return generation
 
     def _see(self, replica_id: str, instant: str) -> None:
         self.watch.execute(
@@ -285,10 +327,10 @@ class PostgresBank:
     async def reap(self) -> None:
         await reap(self.engine, 0)
 
-    async def beat(self, replica_id: str) -> bool:
-        is_known = await replicas.beat(self.engine, ReplicaId(replica_id))
-        await self.register(replica_id)
-        return is_known
+    async def beat(self, replica_id: str) -> int:
+        generation = await replicas.beat(self.engine, ReplicaId(replica_id))
+        assert await self.register(replica_id) == generation
+        return generation
 
     async def end_windows(self, seed: int) -> None:
         self.watch.execute(
@@ -313,9 +355,9 @@ class PostgresBank:
                 )
             },
             {
-                (row[0], row[1]): row[2]
+                row[:3]: row[3]
                 for row in self.watch.execute(
-                    "SELECT budget_id, replica_id, amount FROM budget_leases"
+                    "SELECT budget_id, replica_id, generation, amount FROM budget_leases"
                     " WHERE budget_id = ANY(%s)",
                     (names,),
                 )
@@ -344,18 +386,29 @@ class Gated:
     points: list["asyncio.Future[None]"] = field(default_factory=list)
 
     async def lease(
-        self, engine: AsyncEngine, budget_id: str, replica_id: ReplicaId, at_least: int, wanted: int
+        self,
+        engine: AsyncEngine,
+        budget_id: str,
+        replica_id: ReplicaId,
+        at_least: int,
+        wanted: int,
+        generation: int,
     ) -> int:
         await self._point()
-        amount = await self.bank.lease(engine, budget_id, replica_id, at_least, wanted)
+        amount = await self.bank.lease(engine, budget_id, replica_id, at_least, wanted, generation)
         await self._point()
         return amount
 
     async def surrender(
-        self, engine: AsyncEngine, budget_id: str, replica_id: ReplicaId, amount: int
+        self,
+        engine: AsyncEngine,
+        budget_id: str,
+        replica_id: ReplicaId,
+        amount: int,
+        generation: int,
     ) -> int:
         await self._point()
-        returned = await self.bank.surrender(engine, budget_id, replica_id, amount)
+        returned = await self.bank.surrender(engine, budget_id, replica_id, amount, generation)
         await self._point()
         return returned
 
@@ -372,8 +425,11 @@ class Gated:
 class Call:
     id: str
     holds: tuple[Hold, ...]
+    life: int
     used: tuple[int, int] | None = None
     settlement: Settlement | None = None
+    # It ended in another life than the one in which its money was held.
+    is_of_another_life: bool = False
     is_stored: bool = False
     # What the ledger must say: None while it must say nothing.
     expected: dict[str, int] | None = None
@@ -389,9 +445,9 @@ class Replica:
     flying: dict[str, Call] = field(default_factory=dict)
     tasks: list["asyncio.Task[None]"] = field(default_factory=list)
     is_alive: bool = True
-    # PostgreSQL may hold more for it than it knows of, or less.
+    # PostgreSQL may hold more for it than it knows of.
     has_lost_an_answer: bool = False
-    is_cut_off: bool = False
+    life: int = 1
 
 
 class History:
@@ -447,10 +503,15 @@ class History:
         replica = self._any()
         amount = self.random.randrange(9)
         holds = tuple(
-            Hold(account_id(self.seed, name), LIMITS[name][0], amount + self.random.randrange(2))
+            Held(
+                account_id(self.seed, name),
+                LIMITS[name][0],
+                amount + self.random.randrange(2),
+                replica.life,
+            )
             for name in self.random.choice(COMBINATIONS)
         )
-        call = Call(f"{replica.id}-{len(self.calls)}", holds)
+        call = Call(f"{replica.id}-{len(self.calls)}", holds, replica.life)
         self.calls[call.id] = replica.calls[call.id] = call
         replica.tasks.append(asyncio.ensure_future(self._serve(replica, call)))
 
@@ -464,6 +525,8 @@ class History:
             self.seen["refused"] += 1
             assert short in call.holds
             return
+        # What is held is of the life in which it was asked for.
+        assert call.life == replica.life
         replica.flying[call.id] = call
         replica.entries.append(self._rows(replica, call).opened(call.holds[0].amount))
 
@@ -507,6 +570,7 @@ class History:
             raised = replica.accounts.try_extend_all(call.holds, micro_usd=more, tokens=tokens)
             if raised is not None:
                 self.seen["extended"] += 1
+                assert {hold.generation for hold in raised if isinstance(hold, Held)} == {call.life}
                 call.holds = raised
 
     def settle(self) -> None:
@@ -520,6 +584,7 @@ class History:
     def _settle(self, replica: Replica, call: Call, used: tuple[int, int]) -> None:
         settlement = replica.accounts.settle_all(call.holds, micro_usd=used[0], tokens=used[1])
         call.settlement, call.used = settlement, used
+        call.is_of_another_life = call.life != replica.life
         row = self._rows(replica, call).settled(settlement.micro_usd)
         replica.entries.append(row._replace(charges=settlement.charges))
 
@@ -545,7 +610,10 @@ class History:
             if isinstance(entry, SettledRow):
                 call = self.calls[entry.id]
                 if call.expected is None:
-                    call.expected = {name: amount for name, amount in entry.charges if amount}
+                    assert {charge.generation for charge in entry.charges} == {call.life}
+                    call.expected = {
+                        charge.budget_id: charge.amount for charge in entry.charges if charge.amount
+                    }
                     self.seen["charged"] += bool(call.expected)
 
     async def surrender(self) -> None:
@@ -586,9 +654,11 @@ class History:
         replica = self._any()
         await self.bank.silence(replica.id)
         await self.reap()
-        replica.is_cut_off = True
-        assert not await self.bank.beat(replica.id)
-        replica.accounts.drop_free()
+        self.seen["of another life"] += len(replica.flying)
+        replica.life = await self.bank.beat(replica.id)
+        assert replica.life != replica.accounts.generation
+        replica.accounts.begin_life(replica.life)
+        replica.has_lost_an_answer = False
 
     async def reap(self) -> None:
         await self.bank.reap()
@@ -620,9 +690,9 @@ class History:
             if call.is_stored:
                 assert (truth.states[call.id] == "open") == (call.expected is None)
             if call.expected is not None and truth.ledger[call.id] != call.expected:
-                # In full, or not at all: the account of a replica that was cut off could not pay.
+                # In full, or not at all: what held its money was returned, and an account could not pay.
                 assert truth.ledger[call.id] == {}
-                assert self._owner(call).is_cut_off
+                assert call.life < self._owner(call).life
                 self.seen["dropped"] += 1
             if call.settlement is not None:
                 self._check_settlement(call)
@@ -638,12 +708,13 @@ class History:
         assert call.settlement is not None
         assert call.used is not None
         for unit, used in zip((Unit.MICRO_USD, Unit.TOKENS), call.used, strict=True):
-            charges = dict(call.settlement.charges)
+            charges = _amounts(call.settlement)
             of_unit = {charges[hold.budget_id] for hold in call.holds if hold.unit is unit}
             assert len(of_unit) <= 1
             # What was held for it is always there.
             held = min((hold.amount for hold in call.holds if hold.unit is unit), default=0)
-            assert all(min(used, held) <= amount <= used for amount in of_unit)
+            most = held if call.is_of_another_life else used
+            assert all(min(used, held) <= amount <= min(used, most) for amount in of_unit)
 
     def _check_replica(self, replica: Replica, truth: Truth) -> None:
         """What it holds is leased to it. A call that waits for its second account holds the first."""
@@ -656,18 +727,18 @@ class History:
                 hold.amount
                 for call in replica.flying.values()
                 for hold in call.holds
-                if hold.budget_id == name
+                if hold.budget_id == name and call.life == replica.life
             )
             assert reserved >= of_calls
             unwritten = sum(
-                dict(call.settlement.charges).get(name, 0)
+                _amounts(call.settlement).get(name, 0)
                 for call in replica.calls.values()
-                if call.settlement is not None and call.expected is None
+                if call.settlement is not None
+                and call.expected is None
+                and call.life == replica.life
             )
             held = free + reserved + unwritten
-            leased = truth.leases.get((name, replica.id), 0)
-            if replica.is_cut_off:
-                continue
+            leased = truth.leases.get((name, replica.id, replica.life), 0)
             assert held <= leased
             if is_quiet:
                 assert reserved == of_calls
@@ -700,6 +771,10 @@ class History:
         assert set(truth.ledger) == {call.id for call in self.calls.values() if call.is_stored}
 
 
+def _amounts(settlement: Settlement) -> dict[str, int]:
+    return {charge.budget_id: charge.amount for charge in settlement.charges}
+
+
 STEPS: tuple[Callable[[History], object], ...] = (
     *[History.call] * 7,
     *[History.go_on] * 8,
@@ -726,6 +801,7 @@ FAULTS = (
     "died",
     "extended",
     "windows",
+    "of another life",
 )
 
 
@@ -761,6 +837,32 @@ async def test_histories_in_postgres(clean_database_url: str) -> None:
     await engine.dispose()
 
 
+async def test_a_refusal_to_another_life_is_none_to_this_one() -> None:
+    """The first life asks and is reaped before its question arrives; the second asks as well."""
+    engine = make_engine("postgresql://nobody@127.0.0.1:9/nothing")
+    bank = MemoryBank()
+    await bank.open_accounts(0)
+    await bank.register("r")
+    gated = Gated(bank)
+    accounts = Accounts(engine, ReplicaId("r"), 6, 5, gated)
+    name = account_id(0, "tenant")
+    first = asyncio.ensure_future(accounts.reserve_all((Held(name, Unit.MICRO_USD, 4, 1),)))
+    await asyncio.sleep(0.001)
+    await bank.silence("r")
+    await bank.reap()
+    accounts.begin_life(await bank.beat("r"))
+    second = asyncio.ensure_future(accounts.reserve_all((Held(name, Unit.MICRO_USD, 4, 2),)))
+    while not (first.done() and second.done()):
+        await asyncio.sleep(0.001)
+        for point in gated.points:
+            if not point.done():
+                point.set_result(None)
+    assert isinstance(first.exception(), StateUnavailable)
+    assert second.result() is None, "its account has all of its money"
+    assert accounts.totals()[name] == (2, 4)
+    await engine.dispose()
+
+
 async def test_a_grant_from_before_a_reaping_is_void() -> None:
     """Its answer comes when the money belongs to others already."""
     engine = make_engine("postgresql://nobody@127.0.0.1:9/nothing")
@@ -770,20 +872,21 @@ async def test_a_grant_from_before_a_reaping_is_void() -> None:
     gated = Gated(bank)
     accounts = Accounts(engine, ReplicaId("r"), 6, 5, gated)
     name = account_id(0, "tenant")
-    task = asyncio.ensure_future(accounts.reserve_all((Hold(name, Unit.MICRO_USD, 4),)))
+    hold = Held(name, Unit.MICRO_USD, 4, 1)
+    task = asyncio.ensure_future(accounts.reserve_all((hold,)))
     await asyncio.sleep(0.001)
     gated.points[0].set_result(None)
     await asyncio.sleep(0.001)
-    assert bank.leases == {(name, "r"): 6}, "granted, and the answer is under way"
+    assert bank.leases == {(name, "r", 1): 6}, "granted, and the answer is under way"
     await bank.silence("r")
     await bank.reap()
-    assert not await bank.beat("r")
-    accounts.drop_free()
+    accounts.begin_life(await bank.beat("r"))
     while not task.done():
         for point in gated.points:
             if not point.done():
                 point.set_result(None)
         await asyncio.sleep(0.001)
-    assert task.result() is None
-    assert sum(accounts.totals()[name]) == bank.leases[name, "r"] == 6
+    assert isinstance(task.exception(), StateUnavailable)
+    assert accounts.totals() == {}
+    assert bank.leases == {}
     await engine.dispose()

@@ -56,6 +56,10 @@ def a_row(random, index, role, twin):
             "kv_tokens_lent": random.randint(4, 14),
             "kv_tokens_taken": random.randint(0, 4),
             "credits_expire_ms": NOW_MS + mostly(random, 2, 1, 0),
+            "flows_micro_usd_per_s": random.choice([0.0, 0.0, 200.0, 5_000.0]),
+            "flows_ms_per_step": random.choice([0.0, 5.0]),
+            "bid_micro_usd": random.choice([0.0, 6_000.0]),
+            "offered_ratio": random.choice([0.0, 0.5, 1.0]),
             "prefill_tokens_pending": 0
             if role is Role.PREFILL
             else random.choice([0, 0, 2_000, 20_000]),
@@ -179,9 +183,8 @@ def permits(row, request, kv_tokens):
             row.seats_lent - row.seats_taken >= 1,
             row.kv_tokens_lent - row.kv_tokens_taken >= kv_tokens,
             request.prompt_tokens + request.completion_tokens_expected <= row.context_tokens_max,
-            # One seat in sixteen is kept for tenants of weight two or more.
-            request.weight >= 2
-            or max(row.running, row.seats_taken) < row.seats_capacity - row.seats_capacity // 16,
+            # With more calls than seats they would wait inside the engine.
+            max(row.running, row.seats_taken) < row.seats_capacity,
         )
     )
 

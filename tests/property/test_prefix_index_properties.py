@@ -4,7 +4,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from controlplane.scheduler.prefix_index import GRID, HOLDERS_ENOUGH, KIB, PrefixIndex, chain
+from controlplane.scheduler.prefix_index import (
+    CAPACITY_RATIO_MIN,
+    GRID,
+    HOLDERS_ENOUGH,
+    HOLDERS_SEEN_MAX,
+    KIB,
+    PrefixIndex,
+    chain,
+)
 
 ENGINES = 3
 # A prompt is a path in a tiny tree: every prefix of the tuple is one chunk chain.
@@ -16,46 +24,80 @@ def digests(prompt):
     return tuple(hash(prompt[: depth + 1]) & 0xFFFF_FFFF for depth in range(len(prompt)))
 
 
+def sizes_of(each):
+    """Tokens up to each of four boundaries, of chunks that are not all of one size."""
+    return tuple(each * (depth + 1) + depth // 2 for depth in range(4))
+
+
 class IndexAgainstPrompts(RuleBasedStateMachine):
+    """The oracle holds (prefix, size) pairs, latest used last, and cuts the list where it is too long."""
+
     @initialize(capacities=st.lists(st.integers(0, 12), min_size=ENGINES, max_size=ENGINES))
     def begin(self, capacities):
         self.index = PrefixIndex()
         self.capacities = capacities
-        self.taken_in = [0] * ENGINES
-        self.last_used = [{} for _ in range(ENGINES)]  # prefix -> tokens taken in up to then
+        self.used = [[] for _ in range(ENGINES)]
         for engine, tokens in enumerate(capacities):
             self.index.set_capacity(engine, tokens)
 
+    def use(self, engine, name, tokens):
+        kept = [entry for entry in self.used[engine] if entry[0] != name]
+        size = next((entry[1] for entry in self.used[engine] if entry[0] == name), tokens)
+        self.used[engine] = [*kept, (name, size)]
+
+    def cut(self, engine):
+        while sum(size for _, size in self.used[engine]) > self.capacities[engine]:
+            del self.used[engine][0]
+
     def depth(self, engine, prompt):
-        for size in range(len(prompt), 0, -1):
-            used = self.last_used[engine].get(prompt[:size])
-            if used is not None and self.taken_in[engine] - used <= self.capacities[engine]:
-                return size
-        return 0
+        names = {name for name, _ in self.used[engine]}
+        return max((n for n in range(len(prompt) + 1) if prompt[:n] in names), default=0)
 
     @rule(engine=st.integers(0, ENGINES - 1), prompt=PROMPT, each=st.integers(0, 3))
     def routed(self, engine, prompt, each):
-        self.taken_in[engine] += each * (len(prompt) - self.depth(engine, prompt))
-        for size in range(1, len(prompt) + 1):
-            self.last_used[engine][prompt[:size]] = self.taken_in[engine]
-        self.index.routed(engine, digests(prompt), each * len(prompt))
+        tokens = sizes_of(each)[: len(prompt)]
+        for size in range(len(prompt), 0, -1):
+            before = tokens[size - 2] if size > 1 else 0
+            self.use(engine, prompt[:size], tokens[size - 1] - before)
+        self.cut(engine)
+        self.index.routed(engine, digests(prompt), tokens[-1], tokens)
+
+    @rule(engine=st.integers(0, ENGINES - 1), tokens=st.integers(1, 5))
+    def answered(self, engine, tokens):
+        """An answer takes room and is never found. Nothing is reported of hits."""
+        self.use(engine, object(), tokens)
+        self.cut(engine)
+        self.index.observed(
+            engine, predicted_tokens=9, cached_tokens=0, prompt_tokens=9, completion_tokens=tokens
+        )
 
     @rule(engine=st.integers(0, ENGINES - 1))
     def forget(self, engine):
-        self.last_used[engine].clear()
-        self.taken_in[engine] += self.capacities[engine] + 1
+        self.used[engine].clear()
         self.index.forget(engine)
 
-    @rule(prompt=PROMPT)
-    def match(self, prompt):
+    @rule(engine=st.integers(0, ENGINES - 1), tokens=st.integers(0, 12))
+    def resize(self, engine, tokens):
+        self.capacities[engine] = tokens
+        self.cut(engine)
+        self.index.set_capacity(engine, tokens)
+
+    @rule(prompt=PROMPT, each=st.integers(1, 3), most=st.integers(1, 20))
+    def look(self, prompt, each, most):
         expected = {engine: self.depth(engine, prompt) for engine in range(ENGINES)}
-        found = self.index.match(digests(prompt))
-        assert found == {engine: depth for engine, depth in expected.items() if depth}
+        expected = {engine: depth for engine, depth in expected.items() if depth}
+        assert self.index.match(digests(prompt)) == expected
+        tokens = sizes_of(each)[: len(prompt)]
+        found = self.index.cached(digests(prompt), tokens, most)
+        assert found == {engine: min(most, tokens[depth - 1]) for engine, depth in expected.items()}
 
     @invariant()
-    def unknown_prompts_match_nothing(self):
+    def what_is_counted_is_what_is_kept(self):
         if hasattr(self, "index"):
             assert self.index.match((1, 2, 3)) == {}
+            assert len(self.index) == sum(map(len, self.used))
+            for engine, kept in enumerate(self.index._engines):
+                assert kept.first_tokens == sum(size for _, size in self.used[engine])
 
 
 TestIndexAgainstPrompts = IndexAgainstPrompts.TestCase
@@ -66,12 +108,16 @@ TestIndexAgainstPrompts.settings = settings(max_examples=300, stateful_step_coun
 def test_memory_never_passes_its_bound(steps, holdings_max):
     index = PrefixIndex(holdings_max)
     for engine in range(3):
-        index.set_capacity(engine, 1_000)
+        index.set_capacity(engine, 1_000, second_tokens=engine)
     for engine, prompt in steps:
         index.routed(engine, digests(prompt), len(prompt))
+        index.observed(
+            engine, predicted_tokens=0, cached_tokens=0, prompt_tokens=1, completion_tokens=1
+        )
         assert len(index) <= holdings_max
         kept = [1 if isinstance(held, int) else len(held) for held in index._holders.values()]
-        assert sum(kept) == len(index)
+        answers = sum(key >= 1 << 64 for each in index._engines for key in each.first)
+        assert sum(kept) + answers == len(index)
 
 
 def test_the_deepest_holders_are_found_and_the_walk_ends():
@@ -86,11 +132,93 @@ def test_the_deepest_holders_are_found_and_the_walk_ends():
     assert index.match(prefix[:2]) == dict.fromkeys(range(HOLDERS_ENOUGH + 1), 2)
 
 
+def test_of_many_holders_each_prompt_sees_some_and_all_are_seen():
+    index = PrefixIndex()
+    for engine in range(200):
+        index.set_capacity(engine, 1_000)
+        index.routed(engine, (7,), 10)
+    seen = [set(index.match((7, 1_000 + prompt))) for prompt in range(200)]
+    assert {len(each) for each in seen} == {HOLDERS_SEEN_MAX}
+    assert set().union(*seen) == set(range(200))
+
+
 def test_an_engine_that_is_not_declared_is_ignored():
     index = PrefixIndex()
     index.routed(7, (1, 2), 10)
     index.forget(7)
+    index.observed(7, predicted_tokens=1, cached_tokens=0, prompt_tokens=2, completion_tokens=3)
     assert index.match((1, 2)) == {}
+
+
+def test_a_slower_tier_counts_in_part():
+    index = PrefixIndex()
+    index.set_capacity(0, 40, second_tokens=60, second_ratio=0.25)
+    index.routed(0, (1, 2), 40, (20, 40))
+    index.routed(0, (3,), 20, (20,))
+    # The deeper chunk has moved to the second tier: 20 tokens, and a quarter of 20.
+    assert index.cached((1, 2), (20, 40), 99) == {0: 25}
+    index.routed(0, (4, 5), 40, (20, 40))
+    assert index.cached((1, 2), (20, 40), 99) == {0: 10}
+    index.routed(0, (1, 2), 40, (20, 40))
+    assert index.cached((1, 2), (20, 40), 99) == {0: 40}
+    kept = index._engines[0]
+    assert kept.second_tokens == sum(kept.second.values())
+    for other in range(6, 14, 2):
+        index.routed(0, (other, other + 1), 40, (20, 40))
+    assert index.cached((1, 2), (20, 40), 99) == {}
+
+
+def observe(index, predicted, cached, prompt=10_000):
+    index.observed(
+        0,
+        predicted_tokens=predicted,
+        cached_tokens=cached,
+        prompt_tokens=prompt,
+        completion_tokens=0,
+    )
+
+
+def test_fewer_hits_than_predicted_shrink_what_the_engine_is_taken_to_keep():
+    index = PrefixIndex()
+    index.set_capacity(0, 1_000)
+    for prompt in range(10):
+        index.routed(0, (prompt,), 100, (100,))
+    assert index.match((0,))
+    observe(index, 10_000, 5_000)
+    observe(index, 10_000, 5_000)
+    assert not index.match((0,))
+    assert index.match((1,))
+    for _ in range(200):
+        observe(index, 10_000, 5_000)
+    assert not index.match((8,))
+    assert index.match((9,)), f"never below {CAPACITY_RATIO_MIN} of what the engine says"
+    for _ in range(60):
+        observe(index, 0, 5_000)
+    for prompt in range(2):
+        index.routed(0, (prompt,), 100, (100,))
+    assert index.match((9,)), "more hits than predicted widen it again"
+
+
+def test_an_engine_that_tells_no_hits_is_not_corrected():
+    index = PrefixIndex()
+    index.set_capacity(0, 100)
+    index.routed(0, (1,), 100, (100,))
+    for _ in range(9):
+        observe(index, 10_000, 0)
+    assert index.match((1,))
+
+
+def test_two_calls_that_find_nothing_mean_an_emptied_cache():
+    index = PrefixIndex()
+    index.set_capacity(0, 1_000)
+    index.routed(0, (1,), 100, (100,))
+    observe(index, 100, 100)
+    observe(index, 10_000, 0)
+    observe(index, 9_000, 9_000)
+    observe(index, 10_000, 0)
+    assert index.match((1,)), "one may have lost its own prefix only"
+    observe(index, 10_000, 0)
+    assert not index.match((1,))
 
 
 @given(st.binary(max_size=6_000), st.binary(max_size=6_000), st.integers(0, 2**64 - 1))
@@ -101,6 +229,41 @@ def test_a_prompt_that_goes_on_keeps_its_digests(begin, rest, salt):
     assert digests_after[: len(digests_before)] == digests_before
     assert boundaries_after[: len(boundaries_before)] == boundaries_before
     assert len(digests_before) == len(begin) // KIB if len(begin) <= 8 * KIB else True
+
+
+@given(
+    st.lists(st.binary(min_size=1, max_size=3_000), min_size=1, max_size=6), st.integers(0, 2**64)
+)
+@settings(max_examples=100)
+def test_the_end_of_an_earlier_prompt_is_found_in_one_that_goes_on(parts, salt):
+    """Each step of a conversation finds all of the step before it, to the byte."""
+    index = PrefixIndex()
+    index.set_capacity(0, 10**6)
+    raw = b""
+    for part in parts:
+        before, raw = raw, raw + part
+        prefix, boundaries = index.chain(raw, salt)
+        assert list(boundaries) == sorted(set(boundaries))
+        assert boundaries[-1] == len(raw)
+        assert len(prefix) == len(boundaries)
+        found = index.cached(prefix, boundaries, 10**6)
+        assert found.get(0, 0) == len(before)
+        index.routed(0, prefix, len(raw), boundaries)
+        # However many ends there were, what is kept adds up to the prompt, no byte twice.
+        kept = index._engines[0]
+        assert kept.first_tokens == sum(kept.first.values()) == len(raw)
+
+
+def test_another_prompt_of_the_same_length_is_no_earlier_one():
+    index = PrefixIndex()
+    index.set_capacity(0, 10**6)
+    prefix, boundaries = index.chain(b"a" * 1_500, 1)
+    index.routed(0, prefix, 1_500, boundaries)
+    for raw, salt in ((b"a" * 1_400 + b"b" * 400, 1), (b"b" * 1_800, 1), (b"a" * 1_800, 2)):
+        prefix, boundaries = index.chain(raw, salt)
+        assert index.cached(prefix, boundaries, 10**6).get(0, 0) == (
+            1_024 if raw[:1_024] == b"a" * 1_024 and salt == 1 else 0
+        )
 
 
 @given(st.integers(0, 5_999), st.integers(0, 2**64 - 1))

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controlplane.domain.fleet import EngineRow
+from controlplane.domain.fleet import EngineRow, Rates
 from controlplane.scheduler.tick_log import TickLog
 from tests.decision_builders import engine_row
 
@@ -14,7 +14,7 @@ CHANGES = {
     "running": st.integers(0, 2),
     "waiting": st.integers(0, 2),
     "kv_tokens_used": st.integers(0, 2),
-    "ttft_correction": st.sampled_from([0.5, 1.0, 2.0]),
+    "rates": st.sampled_from([0.5, 1.0, 2.0]).map(lambda rate: Rates(*[rate] * 8)),
     "seats_lent": st.integers(0, 2),
     "kv_tokens_lent": st.integers(0, 2),
     "credits_expire_ms": st.integers(0, 2),
@@ -40,6 +40,8 @@ def copy_of(row):
         "role",
         "load_ms",
         "decode_ms_base",
+        "prefill_ms_per_token",
+        "tpot_correction",
         "tie_seed",
     )
     return {name: getattr(row, name) for name in names}
@@ -52,7 +54,10 @@ def test_rows_at_a_tick_are_what_they_were(changes, entries_max):
     copies = {log.mark(): [copy_of(row) for row in rows]}
     for index, name, value in changes:
         log.before_change(rows[index])
-        setattr(rows[index], name, value)
+        if name == "rates":
+            rows[index].use_rates(value)
+        else:
+            setattr(rows[index], name, value)
         copies[log.mark()] = [copy_of(row) for row in rows]
     for tick, expected in copies.items():
         then = log.rows_at(tick, rows)

@@ -176,3 +176,24 @@ def test_a_clock_that_stands_still_or_steps_back_pays_nothing_off():
     assert meter.wait_ms(1, 60, 1, 1_000) == 1_000
     meter.take(1, 60, 1, 1_000)
     assert meter.wait_ms(1, 60, 1, 5_000) == 2_000
+
+
+def test_what_would_be_refused_is_told_without_counting_anything():
+    limits, rate = RateLimits(), Limits(requests_per_minute=2, calls_in_flight_max=3)
+    caller = principal(tokens_per_minute=600)
+    for number in range(6):
+        before = limits.left(caller, rate, number)
+        expected = limits.would_limit(caller, rate, 400, number)
+        assert limits.left(caller, rate, number) == before
+        assert limits.would_limit(caller, rate, 400, number) == expected
+        taken = limits.take(caller, rate, 400, number)
+        assert expected == (taken if isinstance(taken, Limited) else None)
+    assert isinstance(expected, Limited)
+    assert [(each.scope, each.which, each.limit) for each in before] == [
+        ("tenant", Limit.REQUESTS, 2),
+        ("tenant", Limit.CALLS_IN_FLIGHT, 3),
+        ("key", Limit.TOKENS, 600),
+    ]
+    assert [each.remaining for each in before] == [1, 2, 200]
+    assert limits.left(principal(), Limits(), 0) == []
+    assert limits.would_limit(principal(), Limits(), 10**9, 0) is None

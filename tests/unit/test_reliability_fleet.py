@@ -41,8 +41,16 @@ OK, FAULT, BUSY = AttemptOutcome.OK, AttemptOutcome.SERVER_ERROR, AttemptOutcome
 class World:
     """Engines `e0`, `e1`… on node n1 (us), `f0`… on node n2 (eu), with all their seats lent."""
 
-    def __init__(self, us: int, eu: int = 0, *, started_ms: int = 1, speedup: float = 1.0) -> None:
-        self.now_ms = NOW
+    def __init__(
+        self,
+        us: int,
+        eu: int = 0,
+        *,
+        started_ms: int = 1,
+        speedup: float = 1.0,
+        now_ms: float = NOW,
+    ) -> None:
+        self.now_ms = now_ms
         self.fleet = FleetState(PrefixIndex(), TickLog(), wall_ms=lambda: WALL)
         base = catalog()
         nodes = {

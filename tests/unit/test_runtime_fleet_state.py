@@ -1,5 +1,7 @@
 """The live fleet: what agents say, what credits allow, what is taken and given back."""
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 
@@ -17,6 +19,7 @@ from controlplane.domain.ids import (
 )
 from controlplane.domain.request import UNLIMITED_MICRO_USD, Request
 from controlplane.runtime.fleet_state import FleetState
+from controlplane.scheduler.perf_model import engine_rates, tpot_ms, uncached_prefill_ms
 from controlplane.scheduler.place import object_to
 from controlplane.scheduler.prefix_index import PrefixIndex
 from controlplane.scheduler.tick_log import TickLog
@@ -237,12 +240,64 @@ def test_telemetry_of_another_life_is_not_taken(fleet: FleetState) -> None:
 
 def test_predictions_are_corrected_within_bounds(fleet: FleetState) -> None:
     [row] = fleet.rows_for(ModelName("small"))
-    for _ in range(200):
-        fleet.first_token(row, 10.0 * row.ttft_correction, 1_000_000.0)
-    assert row.ttft_correction == 4.0
-    for _ in range(200):
-        fleet.first_token(row, 10.0 * row.ttft_correction, 0.0)
-    assert row.ttft_correction == 0.25
+    published = row.rates
+    for factor, most in ((1_000_000.0, 4.0), (0.0, 0.25)):
+        for number in range(3_000):
+            # Short prompts and long ones, so that both parts of a prefill can be told apart.
+            call = request(prompt_tokens=100 if number % 2 else 20_000)
+            predicted_ms = uncached_prefill_ms(call, row, 0)
+            fleet.first_token(row, predicted_ms, factor * predicted_ms, NOW, request=call)
+        assert row.ttft_correction == pytest.approx(most, rel=1e-3)
+        assert row.prefill_ms_per_token == pytest.approx(
+            most * published.prefill_ms_per_token, rel=1e-3
+        )
+        assert row.prefill_base_ms == pytest.approx(most * published.prefill_base_ms, rel=1e-3)
+    assert row.tpot_correction == 1.0
+
+
+def test_a_pace_corrects_decoding_and_survives_a_new_declaration(fleet: FleetState) -> None:
+    [row] = fleet.rows_for(ModelName("small"))
+    published = row.rates
+    row.running = 4
+    for _ in range(400):
+        fleet.paced(row, tpot_ms(row, 4, 0, 0), 2.0 * published.decode_ms_base)
+    assert tpot_ms(row, 4, 0, 0) == pytest.approx(2.0 * published.decode_ms_base, rel=0.01)
+    assert row.tpot_correction > 1.5
+    assert row.ttft_correction == 1.0
+    learned = row.rates
+    fleet.use_catalog(catalog(revision=2))
+    assert row.rates == learned
+    fleet.hello(hello(facts(started_ms=2)), NOW)
+    assert row.rates == learned
+
+
+def test_a_pace_is_held_against_the_batch_between_then_and_now(fleet: FleetState) -> None:
+    [row] = fleet.rows_for(ModelName("small"))
+    published = row.rates
+    row.running = 40
+    then_ms = tpot_ms(row, 120, 0, 0)
+    for _ in range(50):
+        fleet.paced(row, then_ms, tpot_ms(row, 80, 0, 0))
+    assert row.rates == pytest.approx(published)
+
+
+def test_what_was_learned_holds_for_rates_that_are_declared_anew(fleet: FleetState) -> None:
+    [row] = fleet.rows_for(ModelName("small"))
+    for _ in range(100):
+        fleet.paced(row, row.decode_ms_base, 2.0 * row.rates.decode_ms_base / row.tpot_correction)
+    factor = row.decode_ms_base / engine_ms(catalog())
+    assert factor > 1.2
+    faster = catalog(revision=2)
+    faster.gpu_types[GpuTypeName("h100")] = replace(
+        faster.gpu_types[GpuTypeName("h100")], bandwidth_bytes_per_s=6.7e12
+    )
+    fleet.use_catalog(faster)
+    assert row.decode_ms_base == pytest.approx(factor * engine_ms(faster))
+
+
+def engine_ms(declared: Catalog) -> float:
+    model, gpu = declared.models[ModelName("small")], declared.gpu_types[GpuTypeName("h100")]
+    return engine_rates(model, gpu, 1).decode_ms_base
 
 
 @pytest.mark.parametrize(

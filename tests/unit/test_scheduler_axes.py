@@ -1,7 +1,8 @@
 """Each axis on its own: what it charges, what it refuses, in which words."""
 
 from dataclasses import replace
-from math import inf
+from math import inf, log
+from random import Random
 
 import pytest
 
@@ -113,13 +114,42 @@ def test_a_decode_leg_receives_the_whole_prompt():
     assert ask(Axis.KV_HEADROOM, call(), row, leg=PREFILL)[1] is None
 
 
+@pytest.mark.parametrize("calls", [1, 4, 16, 64])
+def test_what_calls_reserve_covers_their_answers_together(calls):
+    """Against answers drawn from a tail with these quantiles: median 216, 0.9 at 898 tokens."""
+    request = call(prompt_tokens=1, completion_tokens_expected=216, completion_tokens_high=898)
+    taken = 0
+    row = engine_row(seats_capacity=64, kv_tokens_lent=10**6, seats_lent=64)
+    for others in range(calls):
+        row.running = others
+        taken += Forecast(request, row, 0, NOW_MS, WHOLE, 0.0).kv_tokens - 1
+    random = Random(5)
+    sigma = log(898 / 216) / 1.2816
+    sums = sorted(
+        sum(random.lognormvariate(log(216), sigma) for _ in range(calls)) for _ in range(2_000)
+    )
+    covered = sum(each <= taken for each in sums) / len(sums)
+    assert covered >= 0.85
+    assert taken <= 1.6 * sums[len(sums) * 9 // 10], "and not much more than that"
+
+
 # ---------------------------------------------------------------- weight_warmth
 
 
 def test_warm_weights_are_free_and_cold_ones_cost_a_share_of_the_load():
     assert ask(Axis.WEIGHT_WARMTH, call(), engine_row())[0] == 0
-    row = engine_row(is_warm=False, load_ms=1_600)
-    assert ask(Axis.WEIGHT_WARMTH, call(), row)[0] == pytest.approx(1_600 / (20 * 8))
+    # Nobody is expected to follow: the call pays all of it.
+    assert ask(Axis.WEIGHT_WARMTH, call(), engine_row(is_warm=False, load_ms=1_600))[0] == 1_600
+    row = engine_row(is_warm=False, load_ms=1_600, calls_per_load=160.0)
+    assert ask(Axis.WEIGHT_WARMTH, call(), row)[0] == pytest.approx(10)
+
+
+def test_waking_is_told_apart_from_loading():
+    row = engine_row(is_warm=False, sleep_level=1, warm_up_ms=70_000)
+    assert ask(Axis.WEIGHT_WARMTH, call(), row) == (
+        inf,
+        "waking takes 70.0 s and the deadline is in 60.0 s",
+    )
 
 
 def test_a_load_that_ends_after_the_deadline_is_refused():
@@ -133,32 +163,43 @@ def test_a_load_that_ends_after_the_deadline_is_refused():
 # ---------------------------------------------------------------- tenant_priority
 
 
-def test_scarcity_has_a_price_that_falls_with_weight():
-    row = engine_row(running=7)
-    light, _ = ask(Axis.TENANT_PRIORITY, call(weight=2.0), row)
-    heavy, _ = ask(Axis.TENANT_PRIORITY, call(weight=4.0), row)
-    assert light == pytest.approx(5_000 / 2)
-    assert heavy == pytest.approx(5_000 / 4)
-    assert ask(Axis.TENANT_PRIORITY, call(), engine_row(running=5))[0] == 0
+def test_a_newcomer_pays_for_the_delay_of_those_who_live_there():
+    row = engine_row(flows_micro_usd_per_s=100.0)
+    # 110 ms of prompt, and 100 steps that are longer by 0.1 + 1,050 x 0.0001 ms.
+    caused_ms = 110 + 100 * (0.1 + 0.105)
+    assert ask(Axis.TENANT_PRIORITY, call(), row)[0] == pytest.approx(0.1 * caused_ms)
+    # Its later steps will come here too: 100 added tokens to compute (20 ms), and as many steps.
+    later_ms = 2 * (20 + 100 * (0.1 + 0.105))
+    assert ask(Axis.TENANT_PRIORITY, flow(), row)[0] == pytest.approx(0.1 * (caused_ms + later_ms))
+    assert ask(Axis.TENANT_PRIORITY, call(), row, leg=PREFILL)[0] == pytest.approx(0.1 * 110)
+    assert ask(Axis.TENANT_PRIORITY, call(), row, leg=DECODE)[0] == pytest.approx(0.1 * 20.5)
+    at_home = flow(home="engine-0", step=1)
+    assert ask(Axis.TENANT_PRIORITY, at_home, row)[0] == 0
 
 
-def test_full_kv_is_scarce_too():
-    row = engine_row(kv_tokens_taken=88_900)
-    cost, _ = ask(Axis.TENANT_PRIORITY, call(), row)
-    assert cost == pytest.approx(0.25 * 5_000)
+def test_who_is_worth_less_pays_for_whom_it_may_displace():
+    # Three more fit behind the call; the engine is found half full: 1 in 8 that somebody finds no seat.
+    row = engine_row(seats_taken=4, bid_micro_usd=9_000.0, offered_ratio=0.5)
+    assert ask(Axis.TENANT_PRIORITY, call(), row)[0] == pytest.approx(4_000 / 8)
+    assert ask(Axis.TENANT_PRIORITY, call(weight=2.0), row)[0] == 0
+    last = engine_row(seats_taken=7, bid_micro_usd=9_000.0, offered_ratio=0.5)
+    assert ask(Axis.TENANT_PRIORITY, call(), last)[0] == pytest.approx(4_000)
+    bound = engine_row(seats_bound=5, seats_taken=4, bid_micro_usd=9_000.0, offered_ratio=0.5)
+    assert ask(Axis.TENANT_PRIORITY, call(), bound)[0] == pytest.approx(4_000)
 
 
-def test_the_last_seats_are_not_for_the_lowest_class():
-    row = engine_row(seats_capacity=32, running=30)
-    assert ask(Axis.TENANT_PRIORITY, call(weight=1.0), row) == (
+def test_kv_that_runs_out_is_scarce_before_seats_are():
+    # After the call 2,200 of 100,000 KV tokens are free: room for two more like it.
+    row = engine_row(kv_tokens_taken=96_700, bid_micro_usd=9_000.0, offered_ratio=0.5)
+    assert ask(Axis.TENANT_PRIORITY, call(), row)[0] == pytest.approx(4_000 / 4)
+
+
+def test_an_engine_without_a_seat_is_refused():
+    assert ask(Axis.TENANT_PRIORITY, call(), engine_row(running=8)) == (
         inf,
-        "its last 2 seats are kept for tenants of weight 2 or more",
+        "it runs 8 calls and has 8 seats",
     )
-    assert ask(Axis.TENANT_PRIORITY, call(weight=2.0), row)[1] is None
-    assert (
-        ask(Axis.TENANT_PRIORITY, call(weight=1.0), engine_row(seats_capacity=32, running=29))[1]
-        is None
-    )
+    assert ask(Axis.TENANT_PRIORITY, call(), engine_row(running=7))[1] is None
 
 
 # ---------------------------------------------------------------- workflow
@@ -173,20 +214,46 @@ def test_lateness_of_the_workflow_counts_the_steps_still_to_come():
     # 110 ms to the first token, 99 steps of 10 ms; then two steps of a gap, a prefill of what was
     # added (20 ms) and as many tokens.
     ends_ms = 110 + 990 + 2 * (1_000 + 20 + 990)
-    in_time = flow(workflow_deadline_ms=NOW_MS + ends_ms)
-    late = flow(workflow_deadline_ms=NOW_MS + ends_ms - 500, weight=2.0)
+    in_time = flow(workflow_deadline_ms=NOW_MS + ends_ms, value_micro_usd=0)
+    late = flow(workflow_deadline_ms=NOW_MS + ends_ms - 500, weight=2.0, value_micro_usd=0)
     assert ask(Axis.WORKFLOW, in_time, row)[0] == pytest.approx(0, abs=1e-6)
     assert ask(Axis.WORKFLOW, late, row)[0] == pytest.approx(0.5 * 100 * 2)
 
 
+def test_time_costs_the_more_the_less_of_it_is_left():
+    row = engine_row(decode_ms_per_seq=0.0, decode_ms_per_kv_token=0.0)
+    # 1.1 s on the engine, of the value for each second that is left.
+    assert ask(Axis.WORKFLOW, call(), row)[0] == pytest.approx(1.1 * 5_000 / 60)
+    soon = call(workflow_deadline_ms=NOW_MS + 6_000, weight=2.0)
+    assert ask(Axis.WORKFLOW, soon, row)[0] == pytest.approx(1.1 * 2 * 5_000 / 6)
+    # Pauses can not be shortened: of 10 s, 2 are for them. The workflow takes 1.1 s and twice 1.01 s.
+    steps = flow(workflow_deadline_ms=NOW_MS + 10_000)
+    assert ask(Axis.WORKFLOW, steps, row)[0] == pytest.approx(3.12 * 5_000 / 8)
+    overdue = call(workflow_deadline_ms=NOW_MS - 5)
+    assert ask(Axis.WORKFLOW, overdue, row)[0] == pytest.approx(1.1 * 5_000)
+
+
+def test_later_steps_meet_the_flows_that_live_there():
+    # Steps of 10 ms now; with what lives there of 14 on average, so the later ones take 12.
+    row = engine_row(decode_ms_per_seq=0.0, decode_ms_per_kv_token=0.0, flows_ms_per_step=4.0)
+    steps = flow(workflow_deadline_ms=NOW_MS + 10_000)
+    spent_s = 1.1 + 2 * (0.02 + 99 * 0.012)
+    assert ask(Axis.WORKFLOW, steps, row)[0] == pytest.approx(spent_s * 5_000 / 8)
+
+
 def test_leaving_home_costs_thirty_times_the_recompute():
-    home = flow(home="engine-0")
+    home = flow(home="engine-0", value_micro_usd=0)
     assert ask(Axis.WORKFLOW, home, engine_row(0))[0] == 0
     assert ask(Axis.WORKFLOW, home, engine_row(1))[0] == pytest.approx(30 * 110)
     assert ask(Axis.WORKFLOW, home, engine_row(1), cached=900)[0] == pytest.approx(30 * 20)
-    session = call(home="engine-0")
-    assert ask(Axis.WORKFLOW, session, engine_row(1))[0] == pytest.approx(30 * 110)
     assert ask(Axis.WORKFLOW, home, engine_row(1), leg=PREFILL)[0] == 0
+
+
+def test_a_session_is_a_hint_and_decides_between_near_equals_only():
+    session = call(home="engine-0", value_micro_usd=0)
+    gpu, _ = ask(Axis.GPU_TYPE, session, engine_row(1))
+    assert ask(Axis.WORKFLOW, session, engine_row(0))[0] == 0
+    assert ask(Axis.WORKFLOW, session, engine_row(1))[0] == pytest.approx(0.05 * gpu)
 
 
 def test_what_is_left_of_the_budget_must_cover_the_call():
@@ -269,12 +336,20 @@ def test_fan_out_is_capped():
     assert ask(Axis.AGENTIC_SCOPE, call(calls_in_flight=7), engine_row())[1] is None
 
 
-def test_kv_is_held_over_a_short_gap_and_computed_again_after_a_long_one():
-    row = engine_row()
-    hold = 1_100 * 2.0 * 0.01 + 0.011 * 120
-    assert ask(Axis.AGENTIC_SCOPE, call(step_gap_ms=2_000), row)[0] == pytest.approx(hold)
-    assert ask(Axis.AGENTIC_SCOPE, call(step_gap_ms=600_000), row)[0] == pytest.approx(120)
-    assert ask(Axis.AGENTIC_SCOPE, call(step_gap_ms=0), row)[0] == 0
+def test_kv_is_held_for_the_time_that_costs_least():
+    """Against a search over all times of letting go, with pauses drawn from the tail itself."""
+    hold_each, recompute = 1_100 * 0.01, 120.0
+    for gap_s in (0.5, 2.0, 9.0, 30.0):
+        # P(longer than t) = 1 / (1 + t / median): held until t or used, then computed again.
+        least = min(
+            hold_each * gap_s * log(1 + t / gap_s) + recompute / (1 + t / gap_s)
+            for t in [n * 0.01 for n in range(10_000)]
+        )
+        cost, _ = ask(Axis.AGENTIC_SCOPE, call(step_gap_ms=int(gap_s * 1_000)), engine_row())
+        saturation = 1_100 / 100_000
+        assert cost == pytest.approx(least + saturation * (120 - least), rel=1e-4)
+    assert ask(Axis.AGENTIC_SCOPE, call(step_gap_ms=600_000), engine_row())[0] == pytest.approx(120)
+    assert ask(Axis.AGENTIC_SCOPE, call(step_gap_ms=0), engine_row())[0] == 0
 
 
 def test_a_full_engine_is_taken_to_evict_before_the_gap_ends():

@@ -44,8 +44,14 @@ def test_cached_tokens_are_the_usual_reason():
         ),
         (call(), {"kv_price_micro_usd_per_token_s": 5.0}, "holding the call's KV there costs less"),
         (SHORT, {"is_warm": False, "load_ms": 900}, "its weights are warm"),
-        (call(), {"running": 7}, "it has more room and displaces less"),
-        (call(home="a"), {}, "it holds the context of the steps before"),
+        (
+            call(),
+            {"flows_micro_usd_per_s": 9.0},
+            "it delays and displaces others less there",
+        ),
+        (call(), {"running": 7}, "its tokens are predicted to come faster, by 69 ms in all"),
+        (call(workflow="w"), {"running": 7}, "the workflow ends earlier with it"),
+        (call(home="a", workflow="w"), {}, "it holds the context of the steps before"),
         (
             call(),
             {"prefill_tokens_pending": 90_000},

@@ -24,7 +24,7 @@ FULL = {"seats_taken": 8}
         (call(), [engine_row(kv_tokens_taken=99_000)], Reason.QUEUE_FULL),
         (call(), [engine_row(kv_tokens_used=99_000)], Reason.QUEUE_FULL),
         (call(), [engine_row(credits_expire_ms=NOW_MS)], Reason.QUEUE_FULL),
-        (call(), [engine_row(seats_capacity=16, running=15, seats_lent=16)], Reason.QUEUE_FULL),
+        (call(), [engine_row(seats_capacity=16, running=16, seats_lent=16)], Reason.QUEUE_FULL),
         (call(deadline_ms=NOW_MS + 50), [engine_row()], Reason.DEADLINE_UNREACHABLE),
         # Waiting would not help a call that can not make it anyway.
         (call(deadline_ms=NOW_MS + 50), [engine_row(**FULL)], Reason.DEADLINE_UNREACHABLE),
@@ -63,7 +63,8 @@ def test_the_engine_with_the_prompt_wins():
 
 
 def test_home_is_left_only_when_waiting_there_costs_more():
-    request = call(home="engine-0", late_micro_usd_per_s=2_000)
+    # No value: only lateness speaks against waiting at home.
+    request = call(home="engine-0", workflow="w", late_micro_usd_per_s=2_000, value_micro_usd=0)
     # Leaving costs 30 x 110 micro-dollars more, as much as 1.65 s of lateness; the target is 2 s.
     stay = place(request, [engine_row(0, prefill_tokens_pending=30_000), engine_row(1)], {}, NOW_MS)
     leave = place(

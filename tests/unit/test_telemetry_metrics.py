@@ -15,7 +15,8 @@ UNITS = {"s": "_seconds", "{USD}": "_usd"}
 # A tenant appears as its class; nothing that a client writes is a label.
 LABELS = {
     "endpoint", "model", "tenant_class", "outcome", "reason", "kind", "engine", "region", "verdict",
-    "leg", "treatment", "cause", "result", "change",
+    "leg", "treatment", "cause", "result", "change", "gpu_type", "role", "class_id",
+    "choice_class", "why",
 }  # fmt: skip
 
 

@@ -10,7 +10,9 @@ from controlplane.api.operator import (
     commands,
     engines,
     keys,
+    model_choice,
     nodes,
+    plans,
     policies,
     requests,
     status,
@@ -35,9 +37,11 @@ for _module in (
     workflows,
     requests,
     commands,
+    plans,
     policies,
     breakers,
     budgets,
+    model_choice,
     audit,
 ):
     router.include_router(_module.router)

@@ -83,7 +83,7 @@ async def list_breakers(
 @router.post("")
 async def hold(operator: OperatorDep, services: ServicesDep, body: HoldBody) -> BreakerAnswer:
     """Hold a breaker open or closed on every replica, or let it follow what it sees again."""
-    actor = f"key:{operator.key_id}"
+    actor = operator.actor
     if body.mode is Hold.AUTO:
         await breakers.free(services.engine, target=body.target, actor=actor, reason=body.reason)
     else:

@@ -7,7 +7,7 @@ from fastapi import APIRouter, Query
 from pydantic import Field
 
 from controlplane.admission.budget import Unit, Window
-from controlplane.api.security import OperatorDep, ServicesDep, ViewerDep
+from controlplane.api.security import OperatorChangeDep, ServicesDep, ViewerDep
 from controlplane.api.shapes import (
     LIST_LIMIT_DEFAULT,
     Answer,
@@ -97,12 +97,12 @@ async def get_budget(budget_id: Identifier, _: ViewerDep, services: ServicesDep)
 
 @router.patch("/{budget_id}")
 async def set_budget(
-    budget_id: Identifier, body: BudgetChange, _: OperatorDep, services: ServicesDep
+    budget_id: Identifier, body: BudgetChange, by: OperatorChangeDep, services: ServicesDep
 ) -> BudgetAnswer:
     """Set a budget; it is made when its owner has none. Never below what is spent and reserved."""
     try:
         view = await budget_limits.set_budget(
-            services.engine, budget_id, limit=body.limit, window=body.window
+            services.engine, budget_id, limit=body.limit, window=body.window, by=by
         )
     except ConfigurationError as error:
         raise Refused(Refuse(Reason.NOT_FOUND, str(error))) from error
@@ -112,11 +112,11 @@ async def set_budget(
 
 @router.delete("/{budget_id}")
 async def remove_budget(
-    budget_id: Identifier, _: OperatorDep, services: ServicesDep
+    budget_id: Identifier, by: OperatorChangeDep, services: ServicesDep
 ) -> RemovedBudget:
     """Remove a limit. The budget in dollars of a tenant or a workflow can not be removed."""
     try:
-        is_removed = await budget_limits.remove_budget(services.engine, budget_id)
+        is_removed = await budget_limits.remove_budget(services.engine, budget_id, by)
     except ConfigurationError as error:
         raise Refused(Refuse(Reason.CONFLICT, str(error))) from error
     if not is_removed:

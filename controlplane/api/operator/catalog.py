@@ -4,7 +4,7 @@ more.
 
 from fastapi import APIRouter
 
-from controlplane.api.security import AdminDep, ServicesDep, ViewerDep
+from controlplane.api.security import AdminChangeDep, ServicesDep, ViewerDep
 from controlplane.api.shapes import LIST_LIMIT_DEFAULT, Answer, Cursor, Limit, Page
 from controlplane.api.slices import page_by_name
 from controlplane.store.catalog import apply_cluster, load_catalog
@@ -27,6 +27,8 @@ class GpuTypeAnswer(Answer):
     price_micro_usd_per_hour: int
     price_source: str
     price_date: str
+    fp8_flops_per_s: float
+    fp4_flops_per_s: float
 
 
 class ModelAnswer(Answer):
@@ -43,6 +45,11 @@ class ModelAnswer(Answer):
     price_prompt_micro_usd_per_mtok: int
     price_cached_micro_usd_per_mtok: int
     price_completion_micro_usd_per_mtok: int
+    parameters_active: int
+    experts: int
+    experts_active: int
+    expert_weights_bytes: int
+    kv_heads: int
 
 
 class Applied(Answer):
@@ -92,6 +99,6 @@ async def list_models(
 
 
 @router.post("/cluster")
-async def apply(body: ClusterDocument, _: AdminDep, services: ServicesDep) -> Applied:
+async def apply(body: ClusterDocument, by: AdminChangeDep, services: ServicesDep) -> Applied:
     """Declare what a cluster document says. What it does not name stays as it is."""
-    return Applied.model_validate(await apply_cluster(services.engine, body))
+    return Applied.model_validate(await apply_cluster(services.engine, body, by))

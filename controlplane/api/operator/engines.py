@@ -9,7 +9,7 @@ from fastapi import APIRouter, Path
 from pydantic import Field, StringConstraints
 
 from controlplane.api.operator.commands import CommandAnswer, Drain
-from controlplane.api.security import OperatorDep, ServicesDep, ViewerDep
+from controlplane.api.security import OperatorChangeDep, ServicesDep, ViewerDep
 from controlplane.api.services import Services
 from controlplane.api.shapes import (
     LIST_LIMIT_DEFAULT,
@@ -26,6 +26,7 @@ from controlplane.domain.errors import Refused
 from controlplane.domain.fleet import EngineRow
 from controlplane.domain.ids import EngineId, ModelName, NodeId
 from controlplane.store import catalog, commands
+from controlplane.store.audit import Change
 from controlplane.store.catalog import EngineRecord
 from dataplane.protocol.messages import CommandKind, EngineSpec
 
@@ -93,7 +94,7 @@ async def list_engines(
 
 @router.post("/{engine_id:path}/load", status_code=202)
 async def load(
-    engine_id: EngineIdentifier, body: NewEngine, _: OperatorDep, services: ServicesDep
+    engine_id: EngineIdentifier, body: NewEngine, by: OperatorChangeDep, services: ServicesDep
 ) -> CommandAnswer:
     """Tell a node's agent to start an engine."""
     if ModelName(body.model) not in services.fleet.catalog.models:
@@ -109,44 +110,52 @@ async def load(
         gpus=body.gpus,
         options=dict(body.options),
     )
-    return await _tell(services, NodeId(body.node_id), engine_id, CommandKind.LOAD, spec=spec)
+    return await _tell(services, by, NodeId(body.node_id), engine_id, CommandKind.LOAD, spec=spec)
 
 
 @router.post("/{engine_id:path}/unload", status_code=202)
 async def unload(
-    engine_id: EngineIdentifier, _: OperatorDep, services: ServicesDep, body: Drain | None = None
+    engine_id: EngineIdentifier,
+    by: OperatorChangeDep,
+    services: ServicesDep,
+    body: Drain | None = None,
 ) -> CommandAnswer:
     """Tell the agent to drain an engine, stop it and forget it."""
-    return await _tell_owner(services, engine_id, CommandKind.UNLOAD, body)
+    return await _tell_owner(services, by, engine_id, CommandKind.UNLOAD, body)
 
 
 @router.post("/{engine_id:path}/drain", status_code=202)
 async def drain(
-    engine_id: EngineIdentifier, _: OperatorDep, services: ServicesDep, body: Drain | None = None
+    engine_id: EngineIdentifier,
+    by: OperatorChangeDep,
+    services: ServicesDep,
+    body: Drain | None = None,
 ) -> CommandAnswer:
     """Tell the agent to let an engine finish what runs and take nothing new."""
-    return await _tell_owner(services, engine_id, CommandKind.DRAIN, body)
+    return await _tell_owner(services, by, engine_id, CommandKind.DRAIN, body)
 
 
 @router.post("/{engine_id:path}/stop", status_code=202)
-async def stop(engine_id: EngineIdentifier, _: OperatorDep, services: ServicesDep) -> CommandAnswer:
+async def stop(
+    engine_id: EngineIdentifier, by: OperatorChangeDep, services: ServicesDep
+) -> CommandAnswer:
     """Tell the agent to stop an engine at once."""
-    return await _tell_owner(services, engine_id, CommandKind.STOP, None)
+    return await _tell_owner(services, by, engine_id, CommandKind.STOP, None)
 
 
 async def _tell_owner(
-    services: Services, engine_id: str, kind: CommandKind, body: Drain | None
+    services: Services, by: Change, engine_id: str, kind: CommandKind, body: Drain | None
 ) -> CommandAnswer:
     for record in await catalog.list_engines(services.engine):
         if record.id == engine_id:
-            return await _tell(
-                services, record.node_id, engine_id, kind, deadline_s=(body or Drain()).deadline_s
-            )
+            deadline_s = (body or Drain()).deadline_s
+            return await _tell(services, by, record.node_id, engine_id, kind, deadline_s=deadline_s)
     raise Refused(Refuse(Reason.NOT_FOUND, f"there is no engine `{engine_id}`"))
 
 
 async def _tell(
     services: Services,
+    by: Change,
     node_id: NodeId,
     engine_id: str,
     kind: CommandKind,
@@ -161,6 +170,7 @@ async def _tell(
         kind=kind,
         deadline_s=deadline_s,
         spec=spec,
+        by=by,
     )
     return CommandAnswer.model_validate(record)
 

@@ -7,7 +7,12 @@ from typing import Annotated
 from fastapi import APIRouter
 from pydantic import Field, model_validator
 
-from controlplane.api.security import AdminDep, OperatorDep, ServicesDep, ViewerDep
+from controlplane.api.security import (
+    AdminChangeDep,
+    OperatorChangeDep,
+    ServicesDep,
+    ViewerDep,
+)
 from controlplane.api.shapes import (
     LIST_LIMIT_DEFAULT,
     Answer,
@@ -104,32 +109,32 @@ async def list_keys(
 
 
 @router.post("", status_code=201)
-async def create_key(body: NewKey, _: AdminDep, services: ServicesDep) -> CreatedKey:
+async def create_key(body: NewKey, by: AdminChangeDep, services: ServicesDep) -> CreatedKey:
     """Create a key. The answer is the only place where it is ever seen."""
     if body.operator_role is not None:
         key_id, plain = await keys.create_operator_key(
-            services.engine, services.pepper, body.operator_role, body.name
+            services.engine, services.pepper, body.operator_role, body.name, by
         )
         return CreatedKey(id=key_id, key=plain)
     tenant = TenantId(body.tenant_id or "")
     if await catalog.get_tenant(services.engine, tenant) is None:
         raise Refused(Refuse(Reason.NOT_FOUND, f"there is no tenant `{tenant}`"))
     key_id, plain = await keys.create_tenant_key(
-        services.engine, services.pepper, tenant, body.name, _limits_of(body)
+        services.engine, services.pepper, tenant, body.name, _limits_of(body), by
     )
     return CreatedKey(id=key_id, key=plain)
 
 
 @router.patch("/{key_id}")
 async def change_key(
-    key_id: Identifier, body: KeyChange, _: OperatorDep, services: ServicesDep
+    key_id: Identifier, body: KeyChange, by: OperatorChangeDep, services: ServicesDep
 ) -> KeyAnswer:
     """Set or lift limits of a tenant's key. Replicas obey within two seconds."""
     record = await keys.get_key(services.engine, KeyId(key_id))
     if record is not None:
         changes = {name: getattr(body, name) for name in body.model_fields_set}
         limits = replace(record.limits, **changes)
-        record = await keys.set_limits(services.engine, KeyId(key_id), limits)
+        record = await keys.set_limits(services.engine, KeyId(key_id), limits, by)
     if record is None:
         raise Refused(Refuse(Reason.NOT_FOUND, f"no tenant has a key `{key_id}`"))
     services.gate.principals.forget()
@@ -137,9 +142,9 @@ async def change_key(
 
 
 @router.delete("/{key_id}")
-async def revoke_key(key_id: Identifier, _: AdminDep, services: ServicesDep) -> RevokedKey:
+async def revoke_key(key_id: Identifier, by: AdminChangeDep, services: ServicesDep) -> RevokedKey:
     """Revoke a key. Repeating this changes nothing."""
-    if await keys.revoke_key(services.engine, KeyId(key_id)) is None:
+    if await keys.revoke_key(services.engine, KeyId(key_id), by) is None:
         raise Refused(Refuse(Reason.NOT_FOUND, f"there is no key `{key_id}`"))
     services.gate.principals.forget()
     return RevokedKey(id=key_id, is_revoked=True)

@@ -5,7 +5,7 @@ from datetime import datetime
 from fastapi import APIRouter
 
 from controlplane.api.operator.commands import CommandAnswer, Drain
-from controlplane.api.security import OperatorDep, ServicesDep, ViewerDep
+from controlplane.api.security import OperatorChangeDep, ServicesDep, ViewerDep
 from controlplane.api.services import Services
 from controlplane.api.shapes import (
     LIST_LIMIT_DEFAULT,
@@ -20,6 +20,7 @@ from controlplane.domain.decision import Reason, Refuse
 from controlplane.domain.errors import Refused
 from controlplane.domain.ids import NodeId
 from controlplane.store import catalog, commands
+from controlplane.store.audit import Change
 from controlplane.store.catalog import NodeRecord
 from dataplane.protocol.messages import CommandKind
 
@@ -59,23 +60,26 @@ async def list_nodes(
 
 
 @router.post("/{node_id}/cordon")
-async def cordon(node_id: Identifier, _: OperatorDep, services: ServicesDep) -> NodeAnswer:
+async def cordon(node_id: Identifier, by: OperatorChangeDep, services: ServicesDep) -> NodeAnswer:
     """Send nothing new to a node. What runs there goes on."""
-    return await _set_cordon(services, NodeId(node_id), is_cordoned=True)
+    return await _set_cordon(services, by, NodeId(node_id), is_cordoned=True)
 
 
 @router.post("/{node_id}/uncordon")
-async def uncordon(node_id: Identifier, _: OperatorDep, services: ServicesDep) -> NodeAnswer:
+async def uncordon(node_id: Identifier, by: OperatorChangeDep, services: ServicesDep) -> NodeAnswer:
     """Let a node take work again."""
-    return await _set_cordon(services, NodeId(node_id), is_cordoned=False)
+    return await _set_cordon(services, by, NodeId(node_id), is_cordoned=False)
 
 
 @router.post("/{node_id}/drain")
 async def drain(
-    node_id: Identifier, _: OperatorDep, services: ServicesDep, body: Drain | None = None
+    node_id: Identifier,
+    by: OperatorChangeDep,
+    services: ServicesDep,
+    body: Drain | None = None,
 ) -> Drained:
     """Cordon a node and tell its agent to drain every engine."""
-    node = await _set_cordon(services, NodeId(node_id), is_cordoned=True)
+    node = await _set_cordon(services, by, NodeId(node_id), is_cordoned=True)
     told = [
         await commands.enqueue(
             services.engine,
@@ -83,14 +87,17 @@ async def drain(
             engine_id=engine.id,
             kind=CommandKind.DRAIN,
             deadline_s=(body or Drain()).deadline_s,
+            by=by,
         )
         for engine in await catalog.list_engines(services.engine, NodeId(node_id))
     ]
     return Drained(node=node, commands=[CommandAnswer.model_validate(command) for command in told])
 
 
-async def _set_cordon(services: Services, node_id: NodeId, *, is_cordoned: bool) -> NodeAnswer:
-    await catalog.set_cordon(services.engine, node_id, is_cordoned=is_cordoned)
+async def _set_cordon(
+    services: Services, by: Change, node_id: NodeId, *, is_cordoned: bool
+) -> NodeAnswer:
+    await catalog.set_cordon(services.engine, node_id, is_cordoned=is_cordoned, by=by)
     record = await catalog.get_node(services.engine, node_id)
     if record is None:
         raise Refused(Refuse(Reason.NOT_FOUND, f"there is no node `{node_id}`"))

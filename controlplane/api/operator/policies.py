@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query
 from pydantic import Field, StringConstraints
 
-from controlplane.api.security import AdminDep, Operator, ServicesDep, ViewerDep
+from controlplane.api.security import AdminDep, ServicesDep, ViewerDep
 from controlplane.api.services import Services
 from controlplane.api.shapes import (
     LIST_LIMIT_DEFAULT,
@@ -29,8 +29,8 @@ from controlplane.domain.errors import ConfigurationError, Refused
 from controlplane.store import policies
 from controlplane.store.policies import Mode, Revision, Rollout, RolloutConflict
 from policies.cases import run_cases
-from policies.evaluate import Policy, compile_policy
-from policies.load import FILES_MAX, bundle_of
+from policies.evaluate import Policy
+from policies.load import FILES_MAX
 
 SINCE_S_MAX = 31 * 86_400
 # Failed cases told at once; the rest is counted.
@@ -134,13 +134,14 @@ async def get_revision(digest: Identifier, _: ViewerDep, services: ServicesDep) 
 @router.post("/revisions", status_code=201)
 async def apply(body: NewRevision, operator: AdminDep, services: ServicesDep) -> RolloutAnswer:
     """Check a bundle, store it, and let it rule in shadow or at once. A bad one changes nothing."""
-    policy = await asyncio.to_thread(_checked, dict(body.files))
+    policy = await services.gate.policies.compiler.compile(body.files)
+    await asyncio.to_thread(_refuse_failing_cases, policy)
     with _conflicts_told():
         changed = await policies.apply(
             services.engine,
             policy.revision,
             body.files,
-            author=_author(operator),
+            author=operator.actor,
             reason=body.reason,
             mode=Mode.NONE if body.is_now else Mode.SHADOW,
             generation=body.generation,
@@ -155,7 +156,7 @@ async def canary(body: CanaryStep, operator: AdminDep, services: ServicesDep) ->
         changed = await policies.canary(
             services.engine,
             body.percent,
-            author=_author(operator),
+            author=operator.actor,
             reason=body.reason,
             generation=body.generation,
         )
@@ -168,7 +169,7 @@ async def promote(body: Step, operator: AdminDep, services: ServicesDep) -> Roll
     with _conflicts_told():
         changed = await policies.promote(
             services.engine,
-            author=_author(operator),
+            author=operator.actor,
             reason=body.reason,
             generation=body.generation,
         )
@@ -181,7 +182,7 @@ async def roll_back(body: Step, operator: AdminDep, services: ServicesDep) -> Ro
     with _conflicts_told():
         changed = await policies.roll_back(
             services.engine,
-            author=_author(operator),
+            author=operator.actor,
             reason=body.reason,
             generation=body.generation,
         )
@@ -215,9 +216,8 @@ async def get_facts(request_id: Identifier, _: ViewerDep, services: ServicesDep)
     return FactsAnswer.model_validate(found)
 
 
-def _checked(files: dict[str, str]) -> Policy:
-    """The compiled bundle. Raises ConfigurationError with file, rule, column and remedy."""
-    policy = compile_policy(bundle_of(files))
+def _refuse_failing_cases(policy: Policy) -> None:
+    """Raises ConfigurationError when a case of a rule does not come out as it says."""
     report = run_cases(policy)
     if report.failures:
         told = [
@@ -229,7 +229,6 @@ def _checked(files: dict[str, str]) -> Policy:
         if hidden > 0:
             told.append(f"and {hidden} more")
         raise ConfigurationError("\n".join(told))
-    return policy
 
 
 async def _found(services: Services, name: str) -> Revision:
@@ -256,10 +255,6 @@ def _by_name(row: Rollout, name: str) -> str | None:
             return row.candidate_digest
         case _:
             return name
-
-
-def _author(operator: Operator) -> str:
-    return f"key:{operator.key_id}"
 
 
 @contextmanager

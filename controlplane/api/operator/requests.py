@@ -96,7 +96,11 @@ class AxisAnswer(Answer):
 
 
 class CandidateAnswer(Answer):
-    """An engine, or a pair with its prefill engine. Predictions are null where there is none."""
+    """An engine, or a pair with its prefill engine. Predictions are null where there is none.
+
+    `ttft_correction` and `tpot_correction` say how much longer than published its engines were
+    measured to take, which the predictions hold already.
+    """
 
     decode: str
     prefill: str | None
@@ -108,6 +112,8 @@ class CandidateAnswer(Answer):
     ttft_ms_predicted: float | None
     e2e_ms_predicted: float | None
     cost_micro_usd: float | None
+    ttft_correction: float
+    tpot_correction: float
     axes: list[AxisAnswer]
 
 
@@ -231,6 +237,8 @@ def _of_explanation(explanation: Explanation) -> ExplanationAnswer:
                 ttft_ms_predicted=_finite(candidate.ttft_ms_predicted),
                 e2e_ms_predicted=_finite(candidate.e2e_ms_predicted),
                 cost_micro_usd=_finite(candidate.cost_micro_usd),
+                ttft_correction=candidate.ttft_correction,
+                tpot_correction=candidate.tpot_correction,
                 axes=[
                     AxisAnswer(
                         axis=view.axis,

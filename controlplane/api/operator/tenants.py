@@ -6,7 +6,12 @@ from typing import Annotated
 from fastapi import APIRouter
 from pydantic import Field, model_validator
 
-from controlplane.api.security import AdminDep, OperatorDep, ServicesDep, ViewerDep
+from controlplane.api.security import (
+    AdminChangeDep,
+    OperatorChangeDep,
+    ServicesDep,
+    ViewerDep,
+)
 from controlplane.api.services import Services
 from controlplane.api.shapes import (
     LIST_LIMIT_DEFAULT,
@@ -86,7 +91,7 @@ async def list_tenants(
 
 
 @router.post("", status_code=201)
-async def create_tenant(body: NewTenant, _: AdminDep, services: ServicesDep) -> TenantAnswer:
+async def create_tenant(body: NewTenant, by: AdminChangeDep, services: ServicesDep) -> TenantAnswer:
     """Create a tenant. Its keys are created apart."""
     record = await catalog.create_tenant(
         services.engine,
@@ -95,6 +100,7 @@ async def create_tenant(body: NewTenant, _: AdminDep, services: ServicesDep) -> 
         tenant_class=body.tenant_class,
         slo_class=body.slo_class,
         budget_micro_usd=_micro_usd(body.budget_usd),
+        by=by,
     )
     if record is None:
         raise Refused(Refuse(Reason.CONFLICT, f"there is a tenant `{body.id}` already"))
@@ -103,15 +109,16 @@ async def create_tenant(body: NewTenant, _: AdminDep, services: ServicesDep) -> 
 
 @router.patch("/{tenant_id}")
 async def change_tenant(
-    tenant_id: Identifier, body: TenantChange, _: OperatorDep, services: ServicesDep
+    tenant_id: Identifier, body: TenantChange, by: OperatorChangeDep, services: ServicesDep
 ) -> TenantAnswer:
     """Set a tenant's budget, disable it, or let it in again."""
     tenant = TenantId(tenant_id)
     record = await _existing(services, tenant)
     if body.budget_usd is not None:
-        await budgets.set_limit(services.engine, record.budget_id, _micro_usd(body.budget_usd))
+        limit = _micro_usd(body.budget_usd)
+        await budgets.set_limit(services.engine, record.budget_id, limit, by)
     if body.is_disabled is not None:
-        await catalog.set_disabled(services.engine, tenant, is_disabled=body.is_disabled)
+        await catalog.set_disabled(services.engine, tenant, is_disabled=body.is_disabled, by=by)
         services.gate.principals.forget()
     return TenantAnswer.model_validate(await _existing(services, tenant))
 

@@ -4,7 +4,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query
 
-from controlplane.api.security import OperatorDep, ServicesDep, ViewerDep
+from controlplane.api.security import OperatorChangeDep, ServicesDep, ViewerDep
 from controlplane.api.shapes import LIST_LIMIT_DEFAULT, Cursor, Identifier, Limit, Page, page_of
 from controlplane.api.workflow_answers import WorkflowAnswer, answer, end_workflow, not_found
 from controlplane.domain.ids import TenantId, WorkflowId
@@ -47,7 +47,7 @@ async def get_workflow(
 
 @router.post("/{workflow_id}/cancel")
 async def cancel_workflow(
-    workflow_id: Identifier, operator: OperatorDep, services: ServicesDep
+    workflow_id: Identifier, by: OperatorChangeDep, services: ServicesDep
 ) -> WorkflowAnswer:
     """End a running workflow: its further calls are refused."""
     record = await end_workflow(
@@ -55,6 +55,7 @@ async def cancel_workflow(
         workflow_id,
         None,
         WorkflowState.CANCELLED,
-        f"cancelled by operator key {operator.key_id}",
+        f"cancelled by operator {by.actor.replace(':', ' ')}",
+        by,
     )
     return answer(record)

@@ -6,7 +6,7 @@ Another tenant's do not exist here.
 from typing import Annotated, Literal
 
 from fastapi import APIRouter
-from pydantic import Field
+from pydantic import Field, StringConstraints
 
 from controlplane.api.security import ServicesDep, TenantDep
 from controlplane.api.services import Services
@@ -20,19 +20,30 @@ from controlplane.api.shapes import (
     Limit,
     Page,
     Slug,
+    Text,
     Usd,
     page_of,
 )
-from controlplane.api.workflow_answers import WorkflowAnswer, answer, end_workflow, not_found
+from controlplane.api.workflow_answers import (
+    RetryAnswer,
+    WorkflowAnswer,
+    answer,
+    end_workflow,
+    not_found,
+)
 from controlplane.domain.catalog import Principal, Scope
 from controlplane.domain.decision import Reason, Refuse
 from controlplane.domain.errors import Refused
 from controlplane.domain.ids import SloClassName, WorkflowId
 from controlplane.domain.money import MICRO_USD_PER_USD
 from controlplane.domain.outcome import WorkflowState
+from controlplane.runtime.model_choices import retried
 from controlplane.store import workflows
+from controlplane.store.model_choice import ChoiceRow
+from controlplane.store.workflows import WorkflowRecord
 
 STEPS_EXPECTED_MAX = 100_000
+CHOICE_PATTERN = r"^(auto|ladder):[a-z0-9][a-z0-9._-]{0,62}$"
 DEADLINE_S_MAX = 30 * 24 * 3600
 
 router = APIRouter(
@@ -45,7 +56,12 @@ BUDGET_TOKENS_MAX = 10**15
 
 
 class NewWorkflow(Body):
-    """`kind` is the tenant's own word for what the task is; `deadline_s` counts from now."""
+    """`kind` is the tenant's own word for what the task is; `deadline_s` counts from now.
+
+    `model` asks for a choice by outcomes, `auto:CLASS` or `ladder:NAME`: the model it comes to is that
+    of all calls that name it. `retry_of` is a workflow that failed at the same task; its models are
+    not tried again.
+    """
 
     kind: Slug
     scope: Annotated[Scope, Field(strict=False)]
@@ -54,6 +70,8 @@ class NewWorkflow(Body):
     budget_usd: Usd | None = None
     budget_tokens: Annotated[int, Field(ge=1, le=BUDGET_TOKENS_MAX)] | None = None
     slo_class: Slug | None = None
+    model: Annotated[str, StringConstraints(pattern=CHOICE_PATTERN, max_length=127)] | None = None
+    retry_of: Annotated[Text, StringConstraints(min_length=1, max_length=63)] | None = None
 
 
 class Outcome(Body):
@@ -75,6 +93,24 @@ async def create(body: NewWorkflow, principal: TenantDep, services: ServicesDep)
             )
         )
     budget = body.budget_usd
+    budget_micro_usd = None if budget is None else max(1, round(budget * MICRO_USD_PER_USD))
+    workflow_id = workflows.new_id()
+    before = await _retried(body, principal, services)
+    asked = body.model or (None if before is None else before.asked_model)
+    choice: ChoiceRow | None = None
+    if asked is not None:
+        chosen = await services.choices.choose(
+            principal.tenant,
+            asked,
+            workflow=workflow_id,
+            scope=body.scope,
+            deadline_s=body.deadline_s,
+            budget_micro_usd=budget_micro_usd,
+            retry_of=before,
+        )
+        if isinstance(chosen, Refuse):
+            raise Refused(chosen)
+        choice = chosen
     record = await workflows.create(
         services.engine,
         tenant=principal.tenant.id,
@@ -83,8 +119,11 @@ async def create(body: NewWorkflow, principal: TenantDep, services: ServicesDep)
         steps_expected=body.steps_expected,
         slo_class=SloClassName(slo_class),
         deadline_ms=max(1, round(body.deadline_s * 1_000)),
-        budget_micro_usd=None if budget is None else max(1, round(budget * MICRO_USD_PER_USD)),
+        budget_micro_usd=budget_micro_usd,
         budget_tokens=body.budget_tokens,
+        workflow_id=workflow_id,
+        choice=choice,
+        retry_of=None if before is None else before.id,
     )
     services.gate.workflows.remember(record)
     return answer(record)
@@ -112,7 +151,7 @@ async def get(
     record = await workflows.get(services.engine, WorkflowId(workflow_id), principal.tenant.id)
     if record is None:
         raise not_found(workflow_id)
-    return answer(record)
+    return await _advised(record, principal, services)
 
 
 @router.post("/{workflow_id}/cancel")
@@ -122,7 +161,8 @@ async def cancel(
     """End a workflow without an outcome. Its further calls are refused; repeating this changes
     nothing.
     """
-    return await _end(workflow_id, principal, services, WorkflowState.CANCELLED, "")
+    state = WorkflowState.CANCELLED
+    return answer(await end_workflow(services, workflow_id, principal.tenant.id, state, ""))
 
 
 @router.post("/{workflow_id}/outcome")
@@ -133,15 +173,34 @@ async def report_outcome(
     conflict.
     """
     state = WorkflowState.SUCCEEDED if body.outcome == "success" else WorkflowState.FAILED
-    return await _end(workflow_id, principal, services, state, body.detail)
+    record = await end_workflow(services, workflow_id, principal.tenant.id, state, body.detail)
+    return await _advised(record, principal, services)
 
 
-async def _end(
-    workflow_id: str,
-    principal: Principal,
-    services: Services,
-    state: WorkflowState,
-    detail: str,
+async def _advised(
+    record: WorkflowRecord, principal: Principal, services: Services
 ) -> WorkflowAnswer:
-    record = await end_workflow(services, workflow_id, principal.tenant.id, state, detail)
-    return answer(record)
+    """A workflow, and when it failed what could be tried next."""
+    advice = await services.choices.advice(record, principal.tenant)
+    if advice is None:
+        return answer(record)
+    usd = advice.dollars_micro_usd
+    retry = RetryAnswer(
+        model=advice.model,
+        is_advised=advice.is_advised,
+        success_ratio=advice.success_ratio,
+        usd=None if usd is None else usd / MICRO_USD_PER_USD,
+    )
+    return answer(record).model_copy(update={"retry": retry})
+
+
+async def _retried(
+    body: NewWorkflow, principal: Principal, services: Services
+) -> WorkflowRecord | None:
+    """The workflow that is tried again. Raises Refused when that can not be."""
+    if body.retry_of is None:
+        return None
+    found = await retried(services.engine, WorkflowId(body.retry_of), principal.tenant.id)
+    if isinstance(found, Refuse):
+        raise Refused(found)
+    return found

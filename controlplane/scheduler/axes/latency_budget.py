@@ -16,8 +16,12 @@ PREDICTION_ERROR_RATIO: Final = 0.2
 
 
 def is_reachable(request: Request, forecast: Forecast) -> bool:
-    """Even a lower bound meets the deadline. A mean would refuse what could have succeeded."""
-    least_ms = forecast.before_ms + forecast.ttft_ms_least
+    """Even a lower bound meets the deadline. A mean would refuse what could have succeeded.
+
+    Calls that are ahead, on the engine or in the queue, are not in it: their prompts may be cached, and
+    they may end or be given up at any moment.
+    """
+    least_ms = forecast.before_ms + forecast.ttft_ms_least + forecast.decode_ms_least
     return forecast.now_ms + least_ms < request.deadline_ms
 
 
@@ -66,6 +70,11 @@ def objection(request: Request, row: EngineRow, forecast: Forecast) -> str | Non
     del row
     if is_reachable(request, forecast):
         return None
-    least_s = (forecast.before_ms + forecast.ttft_ms_least) / MS_PER_S
+    first_s = (forecast.before_ms + forecast.ttft_ms_least) / MS_PER_S
     left_s = max(0, request.deadline_ms - forecast.now_ms) / MS_PER_S
-    return f"the first token takes at least {least_s:.2f} s and the deadline is in {left_s:.2f} s"
+    if first_s >= left_s or forecast.decode_ms_least <= 0.0:
+        least = f"the first token takes at least {first_s:.2f} s"
+    else:
+        least_s = first_s + forecast.decode_ms_least / MS_PER_S
+        least = f"an answer of {request.completion_tokens_least:,} tokens takes at least {least_s:.2f} s"
+    return f"{least} and the deadline is in {left_s:.2f} s"

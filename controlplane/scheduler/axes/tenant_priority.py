@@ -1,51 +1,68 @@
-"""Who may use scarce seats: their price rises as an engine fills, and falls with tenant weight."""
+"""Who may use scarce seats: what the call takes from those who live there, and from those still to come."""
 
 # Runs for every engine: comparisons are cheaper than calls of max() and min().
-# ruff: noqa: PLR1730
+# ruff: noqa: FURB136, PLR1730
 
-from typing import Final
+from math import exp, log
 
 from controlplane.domain.fleet import EngineRow
 from controlplane.domain.request import Request
-from controlplane.scheduler.perf_model import INFEASIBLE, Forecast
-
-# An engine is contended from this share of its seats or KV on.
-CONTENDED_RATIO: Final = 0.8
-# One seat in so many is kept for tenants of at least WEIGHT_KEPT_MIN (silver in the default policy).
-SEATS_PER_KEPT: Final = 16
-WEIGHT_KEPT_MIN: Final = 2.0
-WEIGHT_MIN: Final = 0.01
+from controlplane.scheduler.flow import caused_ms
+from controlplane.scheduler.perf_model import INFEASIBLE, MS_PER_S, Forecast
 
 
 def may_take_seat(request: Request, row: EngineRow, sequences: int) -> bool:
-    """The last seats of an engine are not for the lowest class. Monotone: weight never hurts."""
-    if request.weight >= WEIGHT_KEPT_MIN:
-        return True
-    return sequences < row.seats_capacity - row.seats_capacity // SEATS_PER_KEPT
+    """The engine has a seat at all, whoever asks; with more calls than seats they would wait inside it.
+
+    What is kept free for higher classes is decided where a workflow begins, from what they hold.
+    """
+    del request
+    return sequences < row.seats_capacity
+
+
+def displaced_ratio(row: EngineRow, forecast: Forecast) -> float:
+    """Chance in 0..1 that the rest of the seats fills before one frees, so that somebody finds none.
+
+    Seats that are found full with ratio r fill one after the other like a queue's places: r to the power
+    of the calls that still fit, after this one, by seats or by KV, whichever end first.
+    """
+    ratio = row.offered_ratio
+    if ratio <= 0.0:
+        return 0.0
+    seats = row.seats_bound if row.seats_bound < row.seats_lent else row.seats_lent
+    free = float(seats - row.seats_taken - 1)
+    rest = float(row.seats_capacity - forecast.sequences - 1)
+    if rest < free:
+        free = rest
+    if forecast.kv_tokens_pinned > 0.0:
+        calls = (1.0 - forecast.kv_saturation) * row.kv_tokens_capacity / forecast.kv_tokens_pinned
+        if calls < free:
+            free = calls
+    if free <= 0.0 or ratio >= 1.0:
+        return 1.0
+    return exp(free * log(ratio))
 
 
 def cost(request: Request, row: EngineRow, forecast: Forecast) -> float:
-    """Micro-dollars of the value that this call may displace on a nearly full engine.
+    """Micro-dollars: delay caused to the flows that live there, and value displaced.
 
-    With saturation s after the call, ((s - 0.8) / 0.2)^2 x value of a call / weight: the chance that
-    something worth more arrives and finds no room grows towards certainty, and is smaller for who
-    is worth more. Below 0.8 it is nothing.
+    Delay of a newcomer's whole workflow x the urgency of all flows there; who has a home paid when it
+    came there. And where a call that finds no seat is worth more than this one (weight x value), the
+    difference x the chance of that: nobody of equal worth is displaced at a loss.
     """
     if not may_take_seat(request, row, forecast.sequences):
         return INFEASIBLE
-    saturation = (forecast.sequences + 1.0) / (row.seats_capacity or 1)
-    if saturation < forecast.kv_saturation:
-        saturation = forecast.kv_saturation
-    if saturation <= CONTENDED_RATIO:
-        return 0.0
-    if saturation > 1.0:
-        saturation = 1.0
-    pressure = (saturation - CONTENDED_RATIO) / (1.0 - CONTENDED_RATIO)
-    return pressure * pressure * request.value_micro_usd / max(request.weight, WEIGHT_MIN)
+    total = 0.0
+    if request.home is None and row.flows_micro_usd_per_s > 0.0:
+        delay_ms = caused_ms(request, row, forecast.leg, forecast.prefill_ms)
+        total = row.flows_micro_usd_per_s * delay_ms / MS_PER_S
+    loss = row.bid_micro_usd - request.weight * request.value_micro_usd
+    if loss > 0.0:
+        total += loss * displaced_ratio(row, forecast)
+    return total
 
 
 def objection(request: Request, row: EngineRow, forecast: Forecast) -> str | None:
     if may_take_seat(request, row, forecast.sequences):
         return None
-    kept = row.seats_capacity // SEATS_PER_KEPT
-    return f"its last {kept:,} seats are kept for tenants of weight {WEIGHT_KEPT_MIN:g} or more"
+    return f"it runs {forecast.sequences:,} calls and has {row.seats_capacity:,} seats"

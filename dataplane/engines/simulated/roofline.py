@@ -7,9 +7,9 @@ left out of the fit:
 
     ms = 3.48 + 0.95 log2(tp) + 1.15 W / (tp BW) + 1.68 KV / (tp BW) + 2.10 FLOP / (tp F)
 
-with W the bytes of weights and KV the bytes of KV cache read in the step, BW in bytes/ms and F in
-FLOP/ms per GPU. FLOP is 2 P per token computed, and for prefill 4 L d (n_new n_context - n_new^2
-/ 2) for attention.
+for the model's 80 layers, to which the first two terms are proportional. W are the bytes of weights
+and KV the bytes of KV cache read in the step, BW is in bytes/ms and F in FLOP/ms per GPU. FLOP is
+2 P per token computed, and for prefill 4 L d (n_new n_context - n_new^2 / 2) for attention.
 """
 
 import math
@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 from dataplane.engines.simulated.options import SimulatedOptions
 
-STEP_MS = 3.48
-STEP_MS_PER_LOG2_GPUS = 0.95
+STEP_MS_PER_LAYER = 3.48 / 80
+STEP_MS_PER_LAYER_LOG2_GPUS = 0.95 / 80
 WEIGHTS_FACTOR = 1.15
 KV_FACTOR = 1.68
 FLOP_FACTOR = 2.10
@@ -48,7 +48,8 @@ class StepTimes:
 def step_times(options: SimulatedOptions, gpus: int) -> StepTimes:
     bandwidth = gpus * options.bandwidth_bytes_per_s
     flops = gpus * options.flops_per_s
-    fixed_s = (STEP_MS + STEP_MS_PER_LOG2_GPUS * math.log2(gpus)) / 1000
+    layer_ms = STEP_MS_PER_LAYER + STEP_MS_PER_LAYER_LOG2_GPUS * math.log2(gpus)
+    fixed_s = options.layers * layer_ms / 1000
     speedup = options.speedup
     return StepTimes(
         base_s=(fixed_s + WEIGHTS_FACTOR * options.weights_bytes / bandwidth) / speedup,

@@ -1,0 +1,1 @@
+"""`headway simulate`: a virtual-time world in which the live decision code plays against baselines."""

@@ -1,0 +1,256 @@
+"""`headway simulate`: experiments in virtual time with the live decision code, against tuned baselines."""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any, Final, TypeVar
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+from cli.failure import CommandFailure, ExitCode
+from cli.operator import reported
+from cli.output import Output, table
+from cli.simulate.ablate import PARTS
+from cli.simulate.calibration import calibrate
+from cli.simulate.deadlines import Deadlines
+from cli.simulate.stats import finite
+
+SEEDS_MAX: Final = 1_000
+PROCESSES_MAX: Final = 256
+LOAD_MAX: Final = 20.0
+REPORT_SUFFIX: Final = ".html"
+
+T = TypeVar("T")
+
+
+class Experiment(StrEnum):
+    FIXED = "fixed"
+    FLOOR = "floor"
+    MODEL_CHOICE = "model-choice"
+
+
+app = typer.Typer(
+    invoke_without_command=True,
+    help="Experiments in virtual time: the live decision code against tuned baselines.",
+)
+
+app.command("calibrate")(calibrate)
+
+
+@app.callback(invoke_without_command=True)
+def simulate(
+    context: typer.Context,
+    experiment: Annotated[
+        Experiment, typer.Option("--experiment", help="What is asked.")
+    ] = Experiment.FIXED,
+    workload: Annotated[
+        str, typer.Option("--workload", help="coding, chat, bounded, mix, or trace files.")
+    ] = "coding,bounded,mix",
+    deadlines: Annotated[
+        str, typer.Option("--deadlines", help="own, blurred, class: what deadlines say of sizes.")
+    ] = "own",
+    load: Annotated[
+        str, typer.Option("--load", metavar="L[,L]", help="Work that comes, in fleet capacities.")
+    ] = "0.5,1.0,1.5",
+    fleet: Annotated[
+        str, typer.Option("--fleet", help="homogeneous, mixed, or cluster documents.")
+    ] = "homogeneous",
+    policy: Annotated[
+        str, typer.Option("--policy", metavar="P[,P]", help="headway and baselines; else all.")
+    ] = "",
+    seeds: Annotated[
+        int, typer.Option("--seeds", min=1, max=SEEDS_MAX, help="Paired seeds of every cell.")
+    ] = 10,
+    ablate: Annotated[
+        str,
+        typer.Option("--ablate", metavar="PART[,PART]", help=f"Also without: {', '.join(PARTS)}."),
+    ] = "",
+    floor_ratio: Annotated[
+        float,
+        typer.Option("--floor", min=0.5, max=1.0, help="Success that `floor` holds, as a ratio."),
+    ] = 0.95,
+    is_quick: Annotated[
+        bool, typer.Option("--quick", help="A quarter of the time simulated; for a first look.")
+    ] = False,
+    processes: Annotated[
+        int, typer.Option("--processes", min=1, max=PROCESSES_MAX, help="Runs at a time.")
+    ] = 2,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", metavar="OUT", dir_okay=False, help="Cells and bounds.")
+    ] = None,
+    report_path: Annotated[
+        Path | None,
+        typer.Option("--report", metavar="OUT.html", dir_okay=False, help="Plots, in one file."),
+    ] = None,
+) -> None:
+    """Play an experiment and tell what came of it. The same seeds give the same document, byte for byte."""
+    if context.invoked_subcommand is not None:
+        return
+    with reported():
+        _check_out(json_path, report_path)
+        wanted = {
+            "workloads": _names(workload),
+            "deadlines": tuple(_member(Deadlines, name) for name in _names(deadlines)),
+            "loads": tuple(_load(text) for text in _names(load)),
+            "fleets": _names(fleet),
+            "policies": _names(policy),
+            "ablated": tuple(_part(name) for name in _names(ablate)),
+            "seeds": seeds,
+        }
+        document = _play(experiment, wanted, floor_ratio, processes, is_quick=is_quick)
+        if report_path is not None:
+            from cli.simulate.report import write
+
+            write(report_path, document)
+        document.pop("timings", None)
+        if json_path is not None:
+            json_path.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n")
+        out = Output(is_json=False)
+        out.console.print(cells_table(document["cells"]))
+        for path in (json_path, report_path):
+            if path is not None:
+                out.console.print(f"[dim]written: {path}[/]")
+
+
+def _play(
+    experiment: Experiment,
+    wanted: dict[str, Any],
+    floor_ratio: float,
+    processes: int,
+    *,
+    is_quick: bool,
+) -> dict[str, Any]:
+    if experiment is Experiment.MODEL_CHOICE:
+        return _play_model_choice(wanted["seeds"])
+    from cli.simulate.baselines import FAMILIES
+    from cli.simulate.experiments import FULL, QUICK, Runner, Wanted, fixed, floor
+    from cli.simulate.experiments import Progress as Done
+    from cli.simulate.fleets import fleet
+    from cli.simulate.workloads import workload
+
+    known = {"headway", *(family.name for family in FAMILIES)}
+    for name in wanted["policies"]:
+        if name not in known:
+            raise CommandFailure(
+                ExitCode.USAGE, f"no policy is called `{name}`", f"use {', '.join(sorted(known))}"
+            )
+    # Files are read before hours are spent.
+    for name in wanted["workloads"]:
+        workload(name)
+    for name in wanted["fleets"]:
+        fleet(name)
+    asked = Wanted(**wanted, span=QUICK if is_quick else FULL)
+    with _progress() as report, Runner(processes, Done(report=report)) as runner:
+        if experiment is Experiment.FLOOR:
+            return floor(asked, runner, floor_ratio)
+        return fixed(asked, runner)
+
+
+def _play_model_choice(seeds: int) -> dict[str, Any]:
+    from cli.simulate.model_choice import run
+
+    with _progress() as report:
+        return run(
+            tuple(range(1, seeds + 1)),
+            lambda part: report(round(1_000 * part), 1_000, "model choice"),
+        )
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[int, int, str], None]]:
+    """A bar on standard error, told (done, total, what)."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TextColumn("{task.completed:.0f} of {task.total:.0f}"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("preparing", total=1)
+        yield lambda done, total, what: bar.update(
+            task, completed=done, total=total, description=what
+        )
+
+
+def cells_table(cells: Sequence[dict[str, Any]]) -> Any:
+    """One line for a cell: dollars per success, against the best baseline, success, fairness."""
+    return table(
+        ("WORKLOAD", "DEADLINES", "FLEET", ">LOAD", "POLICY", ">CPST $", ">RATIO", "95 % CI", ">SUCCESS", ">JAIN"),
+        (
+            (
+                cell["workload"],
+                cell["deadlines"],
+                cell["fleet"],
+                _number(cell["load"], 2),
+                cell["policy"],
+                _number(cell["cpst_usd"], 4),
+                *_ratio(cell),
+                _number(cell["success_ratio"], 3),
+                _number(cell["jain"], 3),
+            )
+            for cell in cells
+        ),
+    )  # fmt: skip
+
+
+def _ratio(cell: dict[str, Any]) -> tuple[str, str]:
+    ratio = cell.get("cpst_ratio_to_best_baseline") or cell.get("fleet_usd_ratio_to_best_baseline")
+    if ratio is None:
+        return "-", "-"
+    low, high = ratio["ci95"]
+    return _number(ratio["median"], 3), f"{_number(low, 3)}..{_number(high, 3)}"
+
+
+def _number(value: float | None, digits: int) -> str:
+    known = None if value is None else finite(value)
+    return "-" if known is None else f"{known:.{digits}f}"
+
+
+# ------------------------------------------------------------ what was typed
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+
+
+def _member(kind: Callable[[str], T], name: str) -> T:
+    try:
+        return kind(name)
+    except ValueError as error:
+        known = ", ".join(str(each) for each in Deadlines)
+        raise CommandFailure(
+            ExitCode.USAGE, f"no deadlines are called `{name}`", f"use {known}"
+        ) from error
+
+
+def _load(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0.0 < value <= LOAD_MAX:
+        raise CommandFailure(ExitCode.USAGE, f"`{text}` is no load; use 0 to {LOAD_MAX:g}")
+    return value
+
+
+def _part(name: str) -> str:
+    if name not in PARTS:
+        raise CommandFailure(
+            ExitCode.USAGE, f"no part is called `{name}`", f"use {', '.join(PARTS)}"
+        )
+    return name
+
+
+def _check_out(json_path: Path | None, report_path: Path | None) -> None:
+    for path in (json_path, report_path):
+        if path is not None and not path.parent.is_dir():
+            raise CommandFailure(ExitCode.USAGE, f"there is no folder `{path.parent}`")
+    if report_path is not None and report_path.suffix != REPORT_SUFFIX:
+        raise CommandFailure(
+            ExitCode.USAGE, f"a report is a page: `{report_path}` must end in .html"
+        )

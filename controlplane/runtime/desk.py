@@ -1,0 +1,456 @@
+"""The desk: where calls meet load, queue and engines, decision by decision. No clock, no task, no money, no journal.
+
+The gate (`admit.py`) works here in real time and `headway simulate` in virtual time; what is decided,
+committed, given back and learned is the same code. Between a decision and its commit nothing else
+happens, so what fitted when it was decided still fits when it is taken, and `fits` is asked again all
+the same.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Final, Generic, Protocol, TypeVar
+
+from controlplane.admission.decide import decide, home_until_ms, prepared
+from controlplane.admission.fairness import Leeway, service_tokens
+from controlplane.admission.snapshot import Snapshot
+from controlplane.domain.catalog import Role
+from controlplane.domain.decision import Admit, Decision, Placement, Queue, Reason, Refuse
+from controlplane.domain.fleet import EngineRow, fits
+from controlplane.domain.ids import ModelName, RequestId, WorkflowId
+from controlplane.domain.outcome import RequestState, Usage
+from controlplane.domain.request import Request
+from controlplane.reliability.retry_budget import RETRIES_PER_REQUEST_MAX, RetryBudgets
+from controlplane.runtime.fleet_state import FleetState
+from controlplane.runtime.pool_loads import PoolLoads
+from controlplane.runtime.rulings import PoolView
+from controlplane.runtime.waiting_line import Outcome, WaitingLine, Waits
+from controlplane.scheduler.batch import CALLS_MAX, Asked, Joint, place_jointly
+from controlplane.scheduler.place import object_to, still_fits
+from policies.documents import Admission
+from policies.evaluate import Terms
+
+# A pool is idle for postponed work below this saturation, and while nobody waits for it.
+IDLE_PERMILLE_MAX: Final = 500
+HANG_UP_MS: Final = 500
+# Calls, and free seats, from which on they are weighed together.
+CALLS_MIN: Final = 2
+
+
+class Job(Waits, Protocol):
+    """One call on its way, from admission to its end. The desk writes what is not a property.
+
+    `is_holding_prefill` and `is_holding_decode` say which credits are still taken; `decided_ms` is when
+    the placement was, `home_until_ms` until when the call waits for its home.
+    """
+
+    placement: Placement
+    decided_ms: float
+    home_until_ms: float
+    attempt: int
+    attempts_failed: tuple[EngineRow, ...]
+    is_holding_prefill: bool
+    is_holding_decode: bool
+    is_first_token_seen: bool
+
+    @property
+    def terms(self) -> Terms: ...
+
+
+J = TypeVar("J", bound=Job)
+
+# The rules of dispatch on a call: what they make of its request, or why it may not run.
+Ruled = Callable[[J, float], Request | Refuse]
+# Told of each decision that is not a repeated "wait": the call, cached tokens by row, the instant.
+Recorded = Callable[[J, Mapping[int, int], Decision, float], None]
+
+
+@dataclass(slots=True)
+class JointSums:
+    """What weighing waiting calls together came to: how often, how often it was better, by how much."""
+
+    passes: int = 0
+    better: int = 0
+    gain_micro_usd: float = 0.0
+    placed_more: int = 0
+
+    def add(self, joint: Joint) -> None:
+        self.passes += 1
+        self.better += joint.is_joint
+        self.gain_micro_usd += joint.gain_micro_usd
+        self.placed_more += joint.placed_more
+
+
+class Desk(Generic[J]):
+    """Owned by one task. All instants are milliseconds of one monotonic clock."""
+
+    def __init__(
+        self, fleet: FleetState, loads: PoolLoads, line: WaitingLine[J], retries: RetryBudgets
+    ) -> None:
+        self.fleet = fleet
+        self.loads = loads
+        self.line = line
+        self.retries = retries
+        self.rule: Ruled[J] = _no_rules
+        self.record: Recorded[J] = _deaf
+        # A call was placed; and something was given back that a waiting call could use.
+        self.committed: Callable[[J], None] = _deaf
+        self.freed: Callable[[], None] = _deaf
+        # Calls that have no home and wait are placed together where several seats are free.
+        self.is_joint = True
+        self.joint = JointSums()
+        self._planned: dict[RequestId, Placement] = {}
+        line.place = self.place
+        line.before = self._plan_jointly
+        line.waited = self._waited
+        line.is_idle = self.is_idle
+        loads.is_waiting = line.is_waiting_for
+
+    # ------------------------------------------------------------ in
+
+    def begin(self, job: J, now_ms: float) -> Refuse | None:
+        """Ask the pool's load: first steps only, and not of what is postponed, which waits for room."""
+        request = job.request
+        if request.is_begun:
+            self.loads.continues(request, int(now_ms))
+            return None
+        if _is_postponed(request):
+            return None
+        return self.loads.may_begin(request, int(now_ms))
+
+    def ask(self, job: J, now_ms: float) -> Outcome:
+        """Where a call that was let in runs, or that it must wait; who comes behind others does."""
+        request = job.request
+        is_postponed = _is_postponed(request)
+        outcome: Outcome
+        if is_postponed or self.line.is_waiting_for(request.model):
+            outcome = Queue(Reason.NO_CAPACITY)
+        else:
+            outcome = self.place(job, now_ms)
+        if isinstance(outcome, Queue) and not is_postponed and self.loads.is_below_part(request):
+            # The seats are others' for the most part: this call may exceed the pace a little.
+            job.request = request = replace(request, is_preferred=True)
+            outcome = self.place(job, now_ms)
+        if isinstance(outcome, Placement):
+            job.charge = self.line.queue.charge(request, job.queue_class, outcome.cached_tokens)
+            self.loads.waited(request, 0.0)
+        return outcome
+
+    def enter(self, job: J, now_ms: float) -> Refuse | list[tuple[J, Refuse]]:
+        """Let a call wait: why it can not, or who had to leave for it."""
+        cached = max(self.cached(job.request).values(), default=0)
+        return self.line.enter(job, cached, now_ms)
+
+    # ------------------------------------------------------------ decisions
+
+    def place(self, job: J, now_ms: float) -> Outcome:
+        """Decide on the rows as they are, and take what was decided, without a pause in between."""
+        if job.is_holding_decode:
+            msg = f"{job.id} is placed while it still holds an engine"
+            raise RuntimeError(msg)
+        request = job.request
+        is_waiting = job.id in self.line.queue
+        planned = self._planned.pop(job.id, None) if self._planned else None
+        if planned is not None and still_fits(request, planned, int(now_ms)):
+            self.record(job, self.cached(request), Admit(planned), now_ms)
+            self._commit(job, planned, now_ms)
+            return planned
+        rows = self.fleet.rows_for(request.model)
+        if is_waiting and not self._has_seat(job, rows, now_ms):
+            return Queue(Reason.QUEUE_FULL)
+        decision, cached = self.decide(job, rows, now_ms)
+        if isinstance(decision, Queue):
+            job.home_until_ms = home_until_ms(request, Snapshot(rows, cached))
+        if not (isinstance(decision, Queue) and is_waiting):
+            self.record(job, cached, decision, now_ms)
+        if not isinstance(decision, Admit):
+            return decision
+        placement = decision.placement
+        if not still_fits(request, placement, int(now_ms)):
+            return Queue(Reason.NO_CAPACITY)
+        self._commit(job, placement, now_ms)
+        return placement
+
+    def _plan_jointly(self, now_ms: float) -> None:
+        """Before waiting calls are asked in order: where those without a home go, if several seats are free.
+
+        Only a plan: a call that goes before may take a seat of it, and then the call is placed alone.
+        """
+        self._planned.clear()
+        if not self.is_joint or len(self.line) < CALLS_MIN:
+            return
+        for model in self.line.models():
+            if self.line.queue.waiting_for(model) < CALLS_MIN:
+                continue
+            rows = self.fleet.rows_for(model)
+            if _seats_free(rows) < CALLS_MIN:
+                continue
+            asked = []
+            for item in self.line.queue.soonest(model, CALLS_MAX):
+                request = self._ready(item.ticket, now_ms)
+                if request is not None:
+                    asked.append(Asked(request, self.cached(request)))
+            if len(asked) < CALLS_MIN:
+                continue
+            joint = place_jointly(asked, rows, int(now_ms))
+            self.joint.add(joint)
+            for each, outcome in zip(asked, joint.outcomes, strict=True):
+                if isinstance(outcome, Placement):
+                    self._planned[each.request.id] = outcome
+
+    def _ready(self, job: J, now_ms: float) -> Request | None:
+        """The call as it may be placed anywhere now; None when it has a home, or something speaks against it."""
+        if job.request.home is not None:
+            return None
+        ruled = self.rule(job, now_ms)
+        if isinstance(ruled, Refuse):
+            return None
+        ready = prepared(ruled, job.terms, int(now_ms))
+        return None if isinstance(ready, Refuse) else ready
+
+    def _has_seat(self, job: J, rows: tuple[EngineRow, ...], now_ms: float) -> bool:
+        """Whether any engine that a waiting call could go to has a seat: cheap, for most of the time none has.
+
+        The rules of dispatch are asked once there is one.
+        """
+        request = job.request
+        instant_ms, preferred = int(now_ms), request.is_preferred
+        if request.home is not None and now_ms < job.home_until_ms:
+            home = self.fleet.row_of(request.home)
+            if home is not None and home.is_accepting and not home.is_suspect:
+                return fits(home, 0, instant_ms, preferred)
+        return any(
+            row.role is not Role.PREFILL and fits(row, 0, instant_ms, preferred) for row in rows
+        )
+
+    def decide(
+        self, job: J, rows: tuple[EngineRow, ...], now_ms: float
+    ) -> tuple[Decision, Mapping[int, int]]:
+        """The rules of dispatch, then the pure decision; with the cached prompt tokens by row index."""
+        request = self.rule(job, now_ms)
+        if isinstance(request, Refuse):
+            return request, {}
+        cached = self.cached(request)
+        return decide(request, Snapshot(rows, cached), job.terms, int(now_ms)), cached
+
+    def turned_away(self, job: J, refuse: Refuse, now_ms: float) -> Refuse:
+        """The queue turned a call away, which is recorded. When no engine has its weights yet, that is why."""
+        request = job.request
+        cached = self.cached(request)
+        if refuse.reason is Reason.QUEUE_FULL:
+            rows = self.fleet.rows_for(request.model)
+            objection = object_to(request, rows, cached, int(now_ms))
+            if objection.reason is Reason.WARMING:
+                refuse = Refuse(objection.reason, objection.detail, objection.retry_after_ms)
+        self.record(job, cached, refuse, now_ms)
+        return refuse
+
+    def cached(self, request: Request) -> dict[int, int]:
+        """Prompt tokens that each engine is thought to hold, by row index."""
+        if not request.prefix:
+            return {}
+        return self.fleet.prefixes.cached(
+            request.prefix, request.prefix_tokens, request.prompt_tokens - 1
+        )
+
+    # ------------------------------------------------------------ while it runs
+
+    def first_token(self, job: J, ttft_ms: float, now_ms: float) -> None:
+        """The engine's first token, `ttft_ms` after the placement was decided. Once for each placement."""
+        if job.is_first_token_seen:
+            return
+        job.is_first_token_seen = True
+        placement = job.placement
+        self.fleet.prefilled(job.request, placement)
+        self.fleet.first_token(
+            placement.prefill or placement.decode,
+            placement.ttft_ms_predicted,
+            ttft_ms,
+            now_ms,
+            request=job.request,
+            cached_tokens=placement.cached_tokens,
+        )
+
+    def retry(self, job: J, failed: EngineRow, now_ms: float) -> bool | None:
+        """Place a call again after a failure before its first byte, elsewhere and within the budgets.
+
+        None: it may not be tried again, whatever the budgets. False: they, or the engines, do not allow it.
+        """
+        request = job.request
+        if job.attempt >= RETRIES_PER_REQUEST_MAX or now_ms >= request.deadline_ms:
+            return None
+        job.attempts_failed = (*job.attempts_failed, failed)
+        rows = tuple(
+            row for row in self.fleet.rows_for(request.model) if row not in job.attempts_failed
+        )
+        if not rows or not self.try_retry(request, now_ms):
+            return False
+        self.release(job)
+        job.attempt += 1
+        decision, cached = self.decide(job, rows, now_ms)
+        self.record(job, cached, decision, now_ms)
+        if not isinstance(decision, Admit):
+            return False
+        if not still_fits(request, decision.placement, int(now_ms)):
+            return False
+        self._commit(job, decision.placement, now_ms)
+        return True
+
+    def try_retry(self, request: Request, now_ms: float) -> bool:
+        """Spend a retry of the tenant's and the pool's budgets; also for a client that is to come again."""
+        return self.retries.try_spend(
+            request.tenant,
+            request.model,
+            int(now_ms),
+            is_pool_overloaded=self.loads.of(request.model).levels.is_overloaded,
+        )
+
+    # ------------------------------------------------------------ out
+
+    def release(self, job: J) -> None:
+        """Give back whatever credits the call still holds."""
+        if not job.is_holding_decode:
+            return
+        job.is_holding_decode = False
+        if not job.is_first_token_seen:
+            self.fleet.prefilled(job.request, job.placement)
+        self.fleet.release_decode(job.placement)
+        self.release_prefill(job)
+        self.freed()
+
+    def release_prefill(self, job: J) -> None:
+        """The prefill leg has ended, and with it its credits."""
+        if job.is_holding_prefill:
+            job.is_holding_prefill = False
+            self.fleet.release_prefill(job.request, job.placement)
+            self.freed()
+
+    def ended(
+        self, job: J, state: RequestState, usage: Usage, tpot_ms: float | None, now_ms: float
+    ) -> None:
+        """What a call that has ended teaches of its pool, and what of it stays promised. Once."""
+        request = job.request
+        if job.charge is not None:
+            uncached = max(0, usage.prompt_tokens - usage.cached_tokens)
+            self.line.queue.correct(job.charge, service_tokens(uncached, usage.completion_tokens))
+            job.charge = None
+        if state is RequestState.SUCCEEDED:
+            placement = job.placement
+            if not usage.is_estimated:
+                self.fleet.reused(
+                    placement,
+                    prompt_tokens=usage.prompt_tokens,
+                    cached_tokens=usage.cached_tokens,
+                    completion_tokens=usage.completion_tokens,
+                )
+            self.loads.learn(request, now_ms - job.decided_ms, placement.cached_tokens, usage)
+            if tpot_ms is not None and usage.completion_tokens > 1:
+                decode_ms = placement.e2e_ms_predicted - placement.ttft_ms_predicted
+                expected = max(1, request.completion_tokens_expected - 1)
+                self.fleet.paced(placement.decode, decode_ms / expected, tpot_ms)
+            is_in_time = now_ms <= request.workflow_deadline_ms
+            self.loads.step_ended(request, int(now_ms), is_in_time=is_in_time)
+            return
+        # Clients hang up when their own deadline comes, a moment before ours.
+        is_late = now_ms >= request.workflow_deadline_ms - HANG_UP_MS
+        if state is RequestState.EXPIRED or (state is RequestState.CANCELLED and is_late):
+            self.loads.missed(request)
+        if request.is_begun:
+            self.loads.step_ended(request, int(now_ms), is_in_time=None)
+        else:
+            self.loads.dropped(request, int(now_ms))
+
+    def workflow_ended(self, workflow: WorkflowId, now_ms: float) -> None:
+        """A workflow has ended, by its tenant's word: what was promised to it is free."""
+        self.loads.ended(workflow, int(now_ms))
+        self.fleet.workflow_ended(workflow)
+        self.freed()
+
+    # ------------------------------------------------------------ time
+
+    def use_rules(self, admission: Admission) -> None:
+        self.loads.use_rules(admission)
+        self.line.queue.use_rules(
+            admission.order,
+            {name: each.weight for name, each in admission.queue_classes.items()},
+            Leeway(lead_calls=admission.fairness_lead_calls),
+        )
+
+    def tick(self, now_ms: float) -> None:
+        """Let time pass for the pools' loads. Several times a second."""
+        for model, load in self.loads.all():
+            oldest_ms = self.line.queue.oldest_wait_ms(model, int(now_ms))
+            if oldest_ms:
+                load.levels.waited(oldest_ms, self._ttft_ms_max(model))
+        self.loads.tick(int(now_ms))
+
+    # ------------------------------------------------------------ what it can tell
+
+    def view(self, model: ModelName, now_ms: float) -> PoolView:
+        """What rules may read of a pool."""
+        facts = self.fleet.pool(model, now_ms)
+        return PoolView(
+            self.line.queue.waiting_for(model),
+            self.line.wait_ms_of(model, now_ms),
+            facts.saturation_permille,
+            facts.kv_used_permille,
+            facts.breaker,
+            self.loads.is_overloaded(model),
+        )
+
+    def is_idle(self, model: ModelName, now_ms: float) -> bool:
+        """Whether a model has capacity to spare for work that can wait."""
+        is_full = self.fleet.pool(model, now_ms).saturation_permille >= IDLE_PERMILLE_MAX
+        return not is_full and not self.line.is_waiting_for(model)
+
+    # ------------------------------------------------------------ inside
+
+    def _commit(self, job: J, placement: Placement, now_ms: float) -> None:
+        request = job.request
+        self.fleet.take(request, placement, now_ms)
+        routed = self.fleet.prefixes.routed
+        tokens, boundaries = request.prompt_tokens, request.prefix_tokens
+        routed(placement.decode.index, request.prefix, tokens, boundaries)
+        job.is_holding_prefill = placement.prefill is not None
+        if placement.prefill is not None:
+            routed(placement.prefill.index, request.prefix, tokens, boundaries)
+        job.is_holding_decode = True
+        job.placement = placement
+        job.is_first_token_seen = False
+        job.decided_ms = now_ms
+        self.fleet.began(placement, now_ms)
+        self.committed(job)
+
+    def _waited(self, job: J, wait_ms: float) -> None:
+        if not _is_postponed(job.request):
+            self.loads.waited(job.request, wait_ms)
+
+    def _ttft_ms_max(self, model: ModelName) -> int:
+        """The tightest target of those that wait for `model`."""
+        return min(
+            (
+                item.request.ttft_ms_max
+                for item in self.line.queue.items()
+                if item.request.model == model
+            ),
+            default=1,
+        )
+
+
+def _seats_free(rows: tuple[EngineRow, ...]) -> int:
+    """Seats that calls could take at once, on engines that decode."""
+    return sum(
+        max(0, min(row.seats_lent, row.seats_bound) - row.seats_taken)
+        for row in rows
+        if row.role is not Role.PREFILL and row.is_accepting and not row.is_suspect
+    )
+
+
+def _is_postponed(request: Request) -> bool:
+    return request.not_before_ms > 0 or request.waits_for_idle
+
+
+def _no_rules(job: J, _: float) -> Request | Refuse:
+    return job.request
+
+
+def _deaf(*_: object) -> None: ...

@@ -1,0 +1,120 @@
+"""Makes policies of bundles' files without holding up the calls that this process serves.
+
+Trying the rules out on a thousand inputs takes nine tenths of the time, and all of it Python's lock: that
+is done in a process of its own, which waits for the next bundle. What is left is done in a thread. A
+process that can not be had, or that ends, is no reason to rule by the old bundle: the thread then does all
+of it.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from controlplane.domain.errors import ConfigurationError
+from policies.evaluate import Policy, compile_policy
+from policies.load import Report, bundle_of
+
+log = logging.getLogger(__name__)
+
+COMMAND: Final = (sys.executable, "-m", "controlplane.runtime.policy_worker")
+CHECK_S_MAX: Final = 20.0
+ANSWER_BYTES_MAX: Final = 1024 * 1024
+
+
+def compile_files(
+    files: Mapping[str, str], where: str = "", *, report: Report | None = None
+) -> Policy:
+    """A policy from its files, which are checked here unless `report` says what that told.
+
+    Raises ConfigurationError. CPU-long.
+    """
+    return compile_policy(bundle_of(files, where, report=report))
+
+
+class PolicyCompiler:
+    """One child at most. Belongs to one event loop; bundles are checked one after another."""
+
+    def __init__(self, command: tuple[str, ...] = COMMAND) -> None:
+        self._command = command
+        self._child: asyncio.subprocess.Process | None = None
+        self._turn = asyncio.Lock()
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._child is None else self._child.pid
+
+    async def start(self) -> None:
+        """Let the child load what it needs, so that the first bundle does not wait for that."""
+        with contextlib.suppress(OSError):
+            await self._started()
+
+    async def compile(self, files: Mapping[str, str], where: str = "") -> Policy:
+        """The policy of a bundle. Raises ConfigurationError with file, rule, column and remedy."""
+        report: Report | None = None
+        try:
+            async with self._turn:
+                report = await self._check(files, where)
+        except (OSError, ValueError, TimeoutError) as error:
+            why = str(error) or type(error).__name__
+            log.warning("policy_checked_in_a_thread", extra={"fields": {"why": why}})
+        return await asyncio.to_thread(compile_files, files, where, report=report)
+
+    async def end(self) -> None:
+        """End the child, if there is one."""
+        child, self._child = self._child, None
+        if child is None:
+            return
+        if child.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                child.kill()
+        await child.wait()
+
+    async def _check(self, files: Mapping[str, str], where: str) -> Report:
+        """Raises ConfigurationError; OSError, ValueError and TimeoutError when there is no answer."""
+        asked = json.dumps({"files": dict(files), "where": where}).encode() + b"\n"
+        try:
+            async with asyncio.timeout(CHECK_S_MAX):
+                child = await self._started()
+                assert child.stdin is not None
+                assert child.stdout is not None
+                child.stdin.write(asked)
+                await child.stdin.drain()
+                answer = await child.stdout.readline()
+            told: dict[str, Any] = json.loads(answer)
+        except BaseException:
+            # It has ended, or whose answer comes next would not be known.
+            await self.end()
+            raise
+        if "error" in told:
+            raise ConfigurationError(str(told["error"]))
+        try:
+            return Report(**{**told, "notes": tuple(told["notes"])})
+        except (KeyError, TypeError) as error:
+            raise ValueError("the process that checks bundles gave no report") from error
+
+    async def _started(self) -> asyncio.subprocess.Process:
+        if self._child is not None and self._child.returncode is not None:
+            await self.end()
+        if self._child is None:
+            self._child = await asyncio.create_subprocess_exec(
+                *self._command,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                env=_environment(),
+                limit=ANSWER_BYTES_MAX,
+            )
+        return self._child
+
+
+def _environment() -> dict[str, str]:
+    """What the child needs: the code, and nothing of what this process keeps secret."""
+    kept = {"PATH", "HOME", "LANG", "LD_LIBRARY_PATH", "TMPDIR", "VIRTUAL_ENV"}
+    path = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    own = {name: value for name, value in os.environ.items() if name in kept}
+    return {**own, "PYTHONPATH": os.pathsep.join(path)}
