@@ -270,6 +270,7 @@ async def running_replica(settings: Settings) -> AsyncIterator[Replica]:
             planner=planner,
             plan_view=plan_view,
             choices=choices,
+            compiler=compiler,
         )
         idempotency = Idempotency(engine, replica_id)
         app = HotPath(

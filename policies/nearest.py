@@ -86,7 +86,7 @@ def _edges(name: str, tree: Node, facts: Mapping[str, Fact]) -> Iterator[int]:
         if isinstance(node, Among):
             for value in literals(node):
                 if isinstance(value, int):
-                    yield from (value - 1, value + 1)
+                    yield from (value - 1, value, value + 1)
         elif isinstance(node, Compare) and kind_of(node.left) is Kind.INT:
             at_0, at_1 = (
                 _number(node.left, moved) - _number(node.right, moved)

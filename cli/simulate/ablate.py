@@ -24,6 +24,8 @@ ADMISSION_PARTS: Final[Mapping[str, Mapping[str, object]]] = {
     "order-for-index": {"order": "index"},
     "order-for-plas": {"order": "plas"},
     "fairness": {"fairness_lead_calls": 1_000_000.0},
+    # The bound stays where it is tightest.
+    "moving-bound": {"tpot_stretch_ratio_max": 1.5},
     "bound": {"is_bounding": False},
     "shedding": {"is_shedding": False},
 }

@@ -4,6 +4,8 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any, Final, TypeVar
 
@@ -110,7 +112,8 @@ def simulate(
         if json_path is not None:
             json_path.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n")
         out = Output(is_json=False)
-        out.console.print(cells_table(document["cells"]))
+        for each in cells_tables(document["cells"]):
+            out.console.print(each)
         for path in (json_path, report_path):
             if path is not None:
                 out.console.print(f"[dim]written: {path}[/]")
@@ -177,25 +180,25 @@ def _progress() -> Iterator[Callable[[int, int, str], None]]:
         )
 
 
-def cells_table(cells: Sequence[dict[str, Any]]) -> Any:
-    """One line for a cell: dollars per success, against the best baseline, success, fairness."""
-    return table(
-        ("WORKLOAD", "DEADLINES", "FLEET", ">LOAD", "POLICY", ">CPST $", ">RATIO", "95 % CI", ">SUCCESS", ">JAIN"),
-        (
+def cells_tables(cells: Sequence[dict[str, Any]]) -> Iterator[Any]:
+    """One table for a workload, its deadlines and a fleet: dollars per success, success, fairness."""
+    key = itemgetter("experiment", "workload", "deadlines", "fleet")
+    for where, group in groupby(cells, key=key):
+        yield table(
+            (">LOAD", "POLICY", ">CPST $", ">RATIO", "95 % CI", ">SUCCESS", ">JAIN"),
             (
-                cell["workload"],
-                cell["deadlines"],
-                cell["fleet"],
-                _number(cell["load"], 2),
-                cell["policy"],
-                _number(cell["cpst_usd"], 4),
-                *_ratio(cell),
-                _number(cell["success_ratio"], 3),
-                _number(cell["jain"], 3),
-            )
-            for cell in cells
-        ),
-    )  # fmt: skip
+                (
+                    _number(cell["load"], 2),
+                    cell["policy"],
+                    _number(cell["cpst_usd"], 4),
+                    *_ratio(cell),
+                    _number(cell["success_ratio"], 3),
+                    _number(cell["jain"], 3),
+                )
+                for cell in group
+            ),
+            title=", ".join(str(part) for part in where if part is not None),
+        )
 
 
 def _ratio(cell: dict[str, Any]) -> tuple[str, str]:

@@ -441,7 +441,8 @@ class ClientRules:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorldOptions:
     """Workflows that come in `warm_up_s..horizon_s - cool_down_s` are measured, and so are the fleet's
-    dollars in that time; `horizon_s` is when the last one may come.
+    dollars in that time; `horizon_s` is when the last one may come. Who is not measured hangs up when all
+    others have ended.
 
     `telemetry_age_s`: how old what engines report is when a strategy reads it, 0 for live.
     """

@@ -218,6 +218,7 @@ class Headway:
         self._engine_of: dict[str, int] = {}
         self._nodes: dict[NodeId, list[int]] = {}
         self._agents_ms = 0.0
+        self._told: dict[int, tuple[int, int, int]] = {}
 
     @property
     def name(self) -> str:
@@ -326,18 +327,26 @@ class Headway:
         self._pass()
 
     def refreshed(self) -> None:
+        engines, told = self.floor.engines, self._told
         for node, indexes in self._nodes.items():
-            reports = [
-                EngineTelemetry(
-                    engine_id=view.spec.name,
-                    running=view.running,
-                    waiting=view.waiting,
-                    kv_used_ratio=view.kv_used_ratio,
-                )
-                for view in (self.floor.engines[index] for index in indexes)
-            ]
-            message = Telemetry(node_id=node, agent_epoch=AGENT_EPOCH, engines=reports)
-            self.fleet.telemetry(message, self.floor.now_ms + EPOCH_MS)
+            reports = []
+            for index in indexes:
+                view = engines[index]
+                gauges = (view.running, view.waiting, view.kv_tokens_used)
+                # An agent repeats itself; the fleet does nothing with what it knows.
+                if told.get(index) != gauges:
+                    told[index] = gauges
+                    reports.append(
+                        EngineTelemetry(
+                            engine_id=view.spec.name,
+                            running=view.running,
+                            waiting=view.waiting,
+                            kv_used_ratio=view.kv_used_ratio,
+                        )
+                    )
+            if reports:
+                message = Telemetry(node_id=node, agent_epoch=AGENT_EPOCH, engines=reports)
+                self.fleet.telemetry(message, self.floor.now_ms + EPOCH_MS)
 
     def tick(self, now_ms: float) -> None:
         self._now_ms = now_ms + EPOCH_MS

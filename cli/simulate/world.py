@@ -161,6 +161,7 @@ class World:
         self._sequence = 0
         self._next_plan = 0
         self._flows: dict[int, Flow] = {}
+        self._measured_left = 0
         self._completions: dict[str, _Mean] = {}
         self._steps: dict[str, _Mean] = {}
         self._wall_s = 0.0
@@ -515,6 +516,7 @@ class World:
             raise ValueError(msg)
         self._flows[plan.number] = flow
         if flow.is_measured:
+            self._measured_left += 1
             self._book.started(plan)
         if plan.deadline_s is not None and self._client.do_hang_up:
             self._at(deadline_ms, self._hang_up, flow, None)
@@ -584,8 +586,17 @@ class World:
             self._mean(self._steps, plan.workflow_class, STEPS_FIRST).add(len(plan.steps))
         self._note(fate, f"w{plan.number}", -1)
         if flow.is_measured:
+            self._measured_left -= 1
             self._book.ended(flow, fate)
         self._tell(self._strategy.workflow_ended, plan, fate)
+        if not self._measured_left and self._next_plan == len(self._plans):
+            self._at(max(self.now_ms, self._until_ms), self._dismiss)
+
+    def _dismiss(self) -> None:
+        """Nobody who is measured is left: those who came to keep up the load hang up."""
+        if not self._measured_left:
+            for flow in list(self._flows.values()):
+                self._hang_up(flow, None)
 
     @staticmethod
     def _mean(means: dict[str, _Mean], name: str, first: float) -> _Mean:

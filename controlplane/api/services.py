@@ -17,6 +17,7 @@ from controlplane.runtime.loops import Leadership
 from controlplane.runtime.model_choices import ModelChoices
 from controlplane.runtime.plan_view import PlanView
 from controlplane.runtime.planner_loop import PlannerLoop
+from controlplane.runtime.policy_compile import PolicyCompiler
 from controlplane.store.journal import Journal
 from controlplane.telemetry.metrics import Metrics
 
@@ -38,5 +39,6 @@ class Services:
     planner: PlannerLoop
     plan_view: PlanView
     choices: ModelChoices
+    compiler: PolicyCompiler
     replica_id: ReplicaId
     explain: Callable[[str], Explanation | None]

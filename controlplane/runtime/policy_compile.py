@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from controlplane.domain.errors import ConfigurationError
+from controlplane.runtime import policy_worker
 from policies.evaluate import Policy, compile_policy
 from policies.load import Report, bundle_of
 
 log = logging.getLogger(__name__)
 
-COMMAND: Final = (sys.executable, "-m", "controlplane.runtime.policy_worker")
+COMMAND: Final = (sys.executable, "-m", policy_worker.__name__)
 CHECK_S_MAX: Final = 20.0
 ANSWER_BYTES_MAX: Final = 1024 * 1024
 

@@ -61,7 +61,7 @@ class PolicyState:
         clock_ms: Callable[[], float] = monotonic_ms,
     ) -> None:
         self._engine = engine
-        self.compiler = compiler
+        self._compiler = compiler
         self._author = f"replica:{replica_id}"
         self._metrics = metrics
         self._clock_ms = clock_ms
@@ -241,7 +241,7 @@ class PolicyState:
             if revision is None:
                 raise ConfigurationError(f"there is no revision {digest}")
             where = f"revision {digest[:12]}"
-            policy = await self.compiler.compile(revision.files, where)
+            policy = await self._compiler.compile(revision.files, where)
         self._kept[digest] = policy
         return policy
 

@@ -11,6 +11,8 @@ from policies.load import bundle_of, files_of
 from policies.replay import Judge
 
 MODEL = ModelName("org/small")
+# The command of a process that can not be had: a thread then checks the bundles.
+IN_A_THREAD = ("/nonexistent/python",)
 
 
 def rule(name: str, when: str, effect: str, fires: str, rests: str, phase: str = "admit") -> str:

@@ -14,12 +14,14 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from controlplane.api import failures
 from controlplane.api.operator import audit, policies
 from controlplane.domain.catalog import OperatorRole
+from controlplane.runtime.policy_compile import PolicyCompiler
 from controlplane.store import keys
 from controlplane.store import policies as store
 from controlplane.store.journal import Journal
 from controlplane.store.session import make_engine
 from policies.facts import as_json
 from tests.integration.policy_world import (
+    IN_A_THREAD,
     LONG_ANSWERS,
     facts,
     files,
@@ -41,6 +43,7 @@ class Stored:
 
     engine: AsyncEngine
     pepper: bytes
+    compiler: PolicyCompiler
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +78,7 @@ async def world(clean_database_url: str) -> AsyncIterator[World]:
     for role in OperatorRole:
         _, operators[role.value] = await keys.create_operator_key(engine, PEPPER, role, "test")
     app = FastAPI()
-    app.state.services = Stored(engine, PEPPER)
+    app.state.services = Stored(engine, PEPPER, PolicyCompiler(IN_A_THREAD))
     failures.install(app)
     router = APIRouter(prefix="/operator/v1")
     router.include_router(policies.router)

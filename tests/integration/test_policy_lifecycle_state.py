@@ -23,6 +23,7 @@ from policies.rollout import Change
 from tests.integration.policy_world import (
     DIVIDES,
     EVENINGS,
+    IN_A_THREAD,
     LONG_ANSWERS,
     MODEL,
     Caller,
@@ -51,10 +52,6 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now_ms
-
-
-# Without a process to check bundles in, a thread does it.
-IN_A_THREAD = ("/nonexistent/python",)
 
 
 async def started(

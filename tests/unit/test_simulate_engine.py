@@ -86,6 +86,18 @@ def test_a_second_step_computes_only_what_is_new() -> None:
     assert first_ms == end_ms == pytest.approx(10_000.0 + expected, rel=1e-12)
 
 
+def test_a_context_that_was_cut_is_found_up_to_the_cut() -> None:
+    steps = (Step(1_000, 0, 8), Step(600, 400, 4), Step(300, 900, 4))
+    engine = Engine(SPEC)
+    calls = [Call(plan(1, *steps), number, 0.0, float("inf")) for number in range(3)]
+    run(engine, [(0.0, calls[0])])
+    assert engine.match(calls[1]) == 400
+    # It never saw the second step: what both later ones kept of the first is all that it has.
+    assert engine.match(calls[2]) == 400
+    run(engine, [(10_000.0, calls[1])])
+    assert engine.match(calls[2]) == 900 // BLOCK_TOKENS * BLOCK_TOKENS
+
+
 def test_a_shared_prefix_is_found_by_another_workflow_and_evicted_after_its_users() -> None:
     engine = Engine(replace(SPEC, kv_tokens=2_048))
     shared = {"prefix": "tools", "prefix_tokens": 1_024}

@@ -25,7 +25,7 @@ from cli.simulate.experiments import (
 from cli.simulate.report import render
 from cli.simulate.stats import interpolated
 
-TINY = Span(warm_up_s=20.0, measured_s=60.0, cool_down_s=10.0)
+TINY = Span(warm_up_s=10.0, measured_s=30.0, cool_down_s=5.0)
 POLICIES = ("sticky", "vllm-priority", "round-robin", "edf-true-sizes")
 CELL = Cell(workload="coding", deadlines=Deadlines.OWN, fleet="homogeneous", load=6.0)
 WANTED = Wanted(workloads=("coding",), loads=(6.0,), policies=POLICIES, seeds=3, span=TINY)
@@ -39,8 +39,8 @@ def document():
 
 def test_tuning_takes_the_setting_with_the_fewest_dollars_per_success():
     with Runner(processes=1) as runner:
-        tuned = tune(runner, CELL, POLICIES, TINY)
-    for name in POLICIES:
+        tuned = tune(runner, CELL, ("sticky", "vllm-priority"), TINY)
+    for name in tuned:
         costs = []
         for index in range(len(family(name).configs)):
             runs = [
@@ -69,7 +69,7 @@ def test_the_baseline_to_beat_was_best_in_tuning_and_is_no_reference(document):
 def test_dollars_add_up_and_nothing_leaks(document):
     for cell in document["cells"]:
         assert cell["leaks"] == 0
-        assert cell["fleet_usd"] == pytest.approx(3 * 60 / 3_600 * 52.0)
+        assert cell["fleet_usd"] == pytest.approx(3 * 30 / 3_600 * 52.0)
         assert cell["seeds"] == 3
         # Workflows that are measured end long after the measured time that is paid.
         assert cell["wasted_usd"]["idle"] >= -1e-9

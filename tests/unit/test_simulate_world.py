@@ -244,9 +244,7 @@ def test_an_engine_that_is_stopped_drains_and_is_paid_no_longer() -> None:
     assert result.wasted_usd[Waste.COLD_START] == pytest.approx(cold_s * per_s, rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    "part", ["order", "bound", "shedding", "home", "externality", "workflow"]
-)
+@pytest.mark.parametrize("part", ["order", "bound", "shedding", "home", "externality", "workflow"])
 def test_each_part_can_be_taken_away_and_changes_what_happens(part: str) -> None:
     plans = workload(11, 8.0)
     whole = play(plans, fleet(2), Headway(), options())

@@ -134,7 +134,7 @@ async def get_revision(digest: Identifier, _: ViewerDep, services: ServicesDep) 
 @router.post("/revisions", status_code=201)
 async def apply(body: NewRevision, operator: AdminDep, services: ServicesDep) -> RolloutAnswer:
     """Check a bundle, store it, and let it rule in shadow or at once. A bad one changes nothing."""
-    policy = await services.gate.policies.compiler.compile(body.files)
+    policy = await services.compiler.compile(body.files)
     await asyncio.to_thread(_refuse_failing_cases, policy)
     with _conflicts_told():
         changed = await policies.apply(

@@ -14,6 +14,7 @@ from controlplane.scheduler.planner.loads import (
     stretch_of,
 )
 from controlplane.scheduler.planner.moves import Layout, lay_out, order
+from controlplane.scheduler.planner.places import LEFT_RATIO_MIN, serve_with
 from controlplane.scheduler.planner.prices import (
     PoolKey,
     Serving,
@@ -39,16 +40,10 @@ from controlplane.scheduler.planner.programme import (
     Question,
     Target,
     keep_group,
-    left_cost,
-    left_out_micro_usd,
 )
 from controlplane.scheduler.planner.replay_bound import best_stretches
 from controlplane.scheduler.planner.search import Found, search
 
-# Less of a class than this is rounding of the parts that it is dealt out in.
-LEFT_RATIO_MIN: Final = 0.005
-# How often a fleet is searched again because its engines did not fit on the nodes one by one.
-FITS_MAX: Final = 3
 # Deferrable work that waits is offered to valleys so fast that it is gone in this time.
 VALLEY_S: Final = 60.0
 # Work that must run now comes before work that can wait, whatever each is worth.
@@ -76,13 +71,12 @@ def solve(problem: Problem) -> Plan:
     stay, stay_s = stay_target(question)
     found, layout = _search(question, stay)
     solve_s = serving.solve_s + stay_s + (found.solve_s if found else 0.0)
+    moves: tuple[Move, ...] = ()
+    waiting = 0
     if found is None:
         target, bound = stay, 0.0
-        moves: tuple[Move, ...] = ()
-        waiting = 0
     elif _is_stay(question, stay, found.target):
         target, bound = stay, min(found.bound, stay.objective)
-        moves, waiting = (), 0
     else:
         target, bound = found.target, found.bound
         gain = (stay.objective - target.objective) / problem.limits.stands_s * SECONDS_PER_HOUR
@@ -112,49 +106,40 @@ def solve(problem: Problem) -> Plan:
         bound=bound,
         gap_ratio=gap,
         solve_s=solve_s + deferred_s,
-        binding=_binding(question, found, target, waiting, stay, prices),
+        binding=_binding(question, found, target, layout, waiting, stay, prices),
     )
 
 
 def _search(question: Question, stay: Target) -> tuple[Found | None, Layout]:
-    """The best fleet whose engines fit on nodes one by one, as near as some tries come to it."""
+    """The best fleet whose engines fit on nodes one by one, as near as the time allows.
+
+    None: the solvers found no answer at all.
+    """
     limits = question.problem.limits
-    seconds_left = limits.solve_s_max
     gap = max(limits.gap_ratio_max - limits.gain_ratio_min, limits.gap_ratio_max / 4.0)
-    spent = 0.0
-    first_bound: float | None = None
-    found: Found | None = None
-    layout = Layout((), 0, {})
-    for _ in range(FITS_MAX):
-        again = search(question, stay, seconds_left, gap)
-        spent += again.solve_s
-        seconds_left -= again.solve_s
-        # Room that is given up for a better fit was no part of the question.
-        first_bound = again.bound if first_bound is None else first_bound
-        found = replace(again, bound=first_bound, solve_s=spent)
-        layout = lay_out(question, found.target)
-        if not layout.gpus_missing or seconds_left <= 0.0:
-            break
-        less = dict(question.gpus_less)
-        for shape, gpus in layout.gpus_missing.items():
-            less[shape] = less.get(shape, 0) + gpus
-        question = replace(question, gpus_less=less)
+    try:
+        found = search(question, stay, limits.solve_s_max, gap)
+    except RuntimeError:
+        return None, Layout((), 0, {})
+    layout = lay_out(question, found.target)
+    seconds_left = limits.solve_s_max - found.solve_s
+    if layout.gpus_missing and seconds_left > limits.solve_s_max / 2.0:
+        # Room that is given up for a better fit was no part of the question, so the bound stays.
+        again = search(replace(question, gpus_less=layout.gpus_missing), stay, seconds_left, gap)
+        second = lay_out(question, again.target)
+        if sum(second.gpus_missing.values()) < sum(layout.gpus_missing.values()):
+            solve_s = found.solve_s + again.solve_s
+            found, layout = replace(again, bound=found.bound, solve_s=solve_s), second
+    if layout.micro_usd:
+        dearer = found.target.objective + layout.micro_usd
+        found = replace(found, target=replace(found.target, objective=dearer))
     return found, layout
 
 
 def stay_target(question: Question) -> tuple[Target, float]:
     """The fleet as it stands, as a target: its price with the work it leaves out. And solver seconds."""
     problem = question.problem
-    values = []
-    for index, rate in enumerate(question.planned):
-        _, each = left_out_micro_usd(question, index)
-        values.append(each / rate if rate > 0.0 else 0.0)
-    serving = serve_best(problem, question.options, question.stock.actual, question.planned, values)
-    left = [
-        0.0 if rate <= 0.0 else max(0.0, 1.0 - served / rate)
-        for rate, served in zip(question.planned, serving.served_per_s, strict=True)
-    ]
-    left = [ratio if ratio > LEFT_RATIO_MIN else 0.0 for ratio in left]
+    column, solve_s = serve_with(question, question.stock.actual)
     rent = sum(
         round(shape.micro_usd_per_hour / SECONDS_PER_HOUR * problem.limits.stands_s)
         * question.stock.nodes_actual.get(index, 0)
@@ -165,14 +150,11 @@ def stay_target(question: Question) -> tuple[Target, float]:
         loaded={},
         bought={},
         engines=dict(question.stock.actual),
-        left_ratio=tuple(left),
-        flows={
-            (flow.demand, flow.pool): flow.per_s / question.planned[flow.demand]
-            for flow in serving.flows
-        },
-        objective=float(rent + left_cost(question, dict(enumerate(left)))),
+        left_ratio=tuple(column.left_ratio[index] for index in range(len(problem.demands))),
+        flows=column.flows,
+        objective=float(rent + column.cost),
     )
-    return target, serving.solve_s
+    return target, solve_s
 
 
 def _is_stay(question: Question, stay: Target, target: Target) -> bool:
@@ -280,6 +262,7 @@ def _binding(
     question: Question,
     found: Found | None,
     target: Target,
+    layout: Layout,
     waiting: int,
     stay: Target,
     prices: Prices,
@@ -289,7 +272,7 @@ def _binding(
     limits = problem.limits
     words: list[str] = []
     if found is None:
-        words.append(f"no plan was found within {limits.solve_s_max:g} s: the fleet stays as it is")
+        words.append("the solvers found no plan: the fleet stays as it is")
     words += _left_words(question, target)
     for index, shape in enumerate(problem.shapes):
         if shape.nodes_more_max and target.bought.get(index, 0) == shape.nodes_more_max:
@@ -313,10 +296,16 @@ def _binding(
         words.append(
             f"{len(unknown)} nodes are not heard of: their {engines} engines count as before"
         )
-    if waiting:
+    if layout.for_nodes_to_come:
+        words.append(f"{layout.for_nodes_to_come} engines wait for nodes that are to be added")
+    if layout.gpus_missing and target is not stay:
         words.append(
-            f"{waiting} moves wait for a later round: a round removes at most "
-            f"{limits.removals_per_round_max} engines, none that is needed now"
+            f"engines of {sum(layout.gpus_missing.values())} GPUs find no node with so many free"
+        )
+    if waiting > layout.for_nodes_to_come:
+        words.append(
+            f"{waiting - layout.for_nodes_to_come} moves wait for a later round: a round removes "
+            f"at most {limits.removals_per_round_max} engines, none that is needed now"
         )
     if found is not None and target is stay and stay.objective > found.target.objective:
         saved = 1.0 - found.target.objective / stay.objective

@@ -13,10 +13,10 @@ BIN_S: Final = 900
 BINS_PER_DAY: Final = 96
 BINS_PER_WEEK: Final = 7 * BINS_PER_DAY
 
-# A bin of the week counts as much as this much time of the same bin of all days, and that as much as
-# this much time of all bins: what is seen little leans on what is seen more.
-WEEK_PRIOR_S: Final = 1_800.0
-DAY_PRIOR_S: Final = 900.0
+# A bin of the week leans on the same bin of all days as on so many arrivals, and that on all bins:
+# what is seen little leans on what is seen more (a gamma prior on a Poisson rate).
+WEEK_PRIOR_ARRIVALS: Final = 30.0
+DAY_PRIOR_ARRIVALS: Final = 10.0
 # What a bin saw a week ago counts this much of what it sees now.
 WEEK_KEPT_RATIO: Final = 0.6
 
@@ -93,10 +93,20 @@ def _bin_per_s(state: ForecastState, number: int) -> float:
         return state.bin_arrivals / state.bin_seconds if state.bin_seconds > 0.0 else 0.0
     overall = sum(state.arrivals) / seconds
     same = range(number % BINS_PER_DAY, BINS_PER_WEEK, BINS_PER_DAY)
-    day = (sum(state.arrivals[one] for one in same) + DAY_PRIOR_S * overall) / (
-        sum(state.seconds[one] for one in same) + DAY_PRIOR_S
+    day = _leaning(
+        sum(state.arrivals[one] for one in same),
+        sum(state.seconds[one] for one in same),
+        overall,
+        DAY_PRIOR_ARRIVALS,
     )
-    return (state.arrivals[number] + WEEK_PRIOR_S * day) / (state.seconds[number] + WEEK_PRIOR_S)
+    return _leaning(state.arrivals[number], state.seconds[number], day, WEEK_PRIOR_ARRIVALS)
+
+
+def _leaning(arrivals: float, seconds: float, prior_per_s: float, weight: float) -> float:
+    """A rate that was seen, as if `weight` arrivals at the prior rate had been seen besides."""
+    if prior_per_s <= 0.0:
+        return arrivals / max(seconds, BIN_S)
+    return (arrivals + weight) / (seconds + weight / prior_per_s)
 
 
 def observe(state: ForecastState, at_s: float, arrivals: int, span_s: float) -> ForecastState:

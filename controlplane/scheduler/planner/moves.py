@@ -19,7 +19,12 @@ from controlplane.scheduler.planner.problem import (
     MoveKind,
     NodeState,
 )
-from controlplane.scheduler.planner.programme import GroupTarget, Question, Target
+from controlplane.scheduler.planner.programme import (
+    GroupTarget,
+    Question,
+    Target,
+    start_micro_usd,
+)
 
 # Value per second that may be lost to rounding of the linear programme.
 LOST_TOLERANCE_RATIO: Final = 1e-6
@@ -42,21 +47,29 @@ class _Change:
 
 @dataclass(slots=True)
 class _Room:
-    """A node while changes are laid on it. `node` None: it is not there yet. GPUs."""
+    """A node while changes are laid on it. `node` None: it is not there yet. GPUs.
+
+    `staying` are engines that keep their place, with the index of their pool.
+    """
 
     node: NodeState | None
     free_after: int
     free_now: int
     leaving: list[_Change] = field(default_factory=list)
+    staying: list[tuple[EngineState, int]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """All changes of a target, and what did not fit: GPUs that were missing, by shape."""
+    """All changes of a target, and what did not fit: GPUs that were missing, by shape.
+
+    `micro_usd` is the price of engines that had to change places for others to fit.
+    """
 
     changes: tuple[_Change, ...]
     for_nodes_to_come: int
     gpus_missing: dict[int, int]
+    micro_usd: int = 0
 
 
 def lay_out(question: Question, target: Target) -> Layout:
@@ -74,6 +87,7 @@ def lay_out(question: Question, target: Target) -> Layout:
         size = question.problem.shapes[shape].gpus
         rooms[shape].extend(_Room(None, size, 0) for _ in range(count))
     to_come = 0
+    moved_micro_usd = 0
     wanted = [
         (question.problem.pools[pool].gpus, shape, pool)
         for (shape, pool), count in target.loaded.items()
@@ -82,13 +96,78 @@ def lay_out(question: Question, target: Target) -> Layout:
     for gpus, shape, pool in sorted(wanted, key=lambda one: (-one[0], one[1], one[2])):
         room = _best_room(rooms[shape], gpus)
         if room is None:
+            room, price = _make_room(question, rooms[shape], gpus, changes, shape)
+            moved_micro_usd += price
+        if room is None:
             missing[shape] += gpus
         elif room.node is None:
             room.free_after -= gpus
             to_come += 1
         else:
             changes.append(_load(room, room.node, pool, gpus))
-    return Layout(tuple(changes), to_come, dict(missing))
+    return Layout(tuple(changes), to_come, dict(missing), moved_micro_usd)
+
+
+def _make_room(
+    question: Question,
+    rooms: Sequence[_Room],
+    gpus: int,
+    changes: list[_Change],
+    shape: int,
+) -> tuple[_Room | None, int]:
+    """Room in one piece on a node: engines smaller than that change to where they fit. And the price.
+
+    Free GPUs are enough in sum, but lie on several nodes.
+    """
+    for room in sorted(rooms, key=lambda one: -one.free_after):
+        if room.node is None:
+            continue
+        going: list[tuple[EngineState, int]] = []
+        left = gpus - room.free_after
+        for engine, pool in sorted(room.staying, key=lambda one: (one[0].gpus, one[0].engine_id)):
+            if left <= 0 or engine.gpus >= gpus:
+                break
+            going.append((engine, pool))
+            left -= engine.gpus
+        places = _fit_elsewhere([one for one in rooms if one is not room], going)
+        if left > 0 or places is None:
+            continue
+        price = 0
+        for (engine, pool), place in zip(going, places, strict=True):
+            leave = _Change(MoveKind.UNLOAD, room.node, pool, engine)
+            room.leaving.append(leave)
+            room.staying.remove((engine, pool))
+            room.free_after += engine.gpus
+            changes.append(leave)
+            if place.node is not None:
+                changes.append(_load(place, place.node, pool, engine.gpus))
+            else:
+                place.free_after -= engine.gpus
+            price += start_micro_usd(question.problem, shape, pool)
+            price += question.problem.limits.change_micro_usd
+        return room, price
+    return None, 0
+
+
+def _fit_elsewhere(
+    rooms: Sequence[_Room], going: Sequence[tuple[EngineState, int]]
+) -> list[_Room] | None:
+    """A room for each engine, the tightest first. None: one of them fits nowhere."""
+    free = {id(room): room.free_after for room in rooms}
+    places = []
+    for engine, _ in sorted(going, key=lambda one: -one[0].gpus):
+        fitting = [room for room in rooms if free[id(room)] >= engine.gpus]
+        if not fitting:
+            return None
+        place = min(fitting, key=lambda room: free[id(room)])
+        free[id(place)] -= engine.gpus
+        places.append(place)
+    # In the order in which they were asked for.
+    order_ = sorted(range(len(going)), key=lambda one: -going[one][0].gpus)
+    answer = list(places)
+    for place, index in zip(places, order_, strict=True):
+        answer[index] = place
+    return answer
 
 
 def _best_room(rooms: Sequence[_Room], gpus: int) -> _Room | None:
@@ -131,6 +210,7 @@ def _lay_out_group(
         is_emptied = not is_released and position >= stay
         taken = 0
         going: list[_Change] = []
+        staying: list[tuple[EngineState, int]] = []
         asleep = sum(one.condition is EngineCondition.ASLEEP for one in node.engines)
         for engine in node.engines:
             pool = engine_pool(indexes, node, engine)
@@ -154,6 +234,8 @@ def _lay_out_group(
                 going.append(_Change(kind, node, pool, engine))
                 continue
             taken += engine.gpus
+            if engine.condition is EngineCondition.SERVING:
+                staying.append((engine, pool))
         changes.extend(one for one in going if not _is_failed(one))
         size = problem.shapes[target.group.shape].gpus - target.group.gpus_blocked // len(nodes)
         if is_released:
@@ -166,7 +248,7 @@ def _lay_out_group(
             for one in node.engines
             if one.condition in SERVING or one.condition is EngineCondition.FAILED
         )
-        rooms.append(_Room(node, size - taken, max(0, size - held), going))
+        rooms.append(_Room(node, size - taken, max(0, size - held), going, staying))
     rooms.reverse()
     _wake(question, target, rooms, wakes, changes, missing)
     _change_roles(question, rooms, roles, changes)
@@ -223,6 +305,7 @@ def _change_roles(
                 if pair[0] == pool and count > 0:
                     roles[pair] -= 1
                     change = _Change(MoveKind.ROLE, room.node, pair[1], engine, pool_before=pool)
+                    room.staying = [one for one in room.staying if one[0] is not engine]
                     changes.append(change)
                     break
 

@@ -7,9 +7,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import ceil
+from typing import Final
 
-from controlplane.scheduler.planner.inventory import Group
-from controlplane.scheduler.planner.prices import PoolKey
+from controlplane.scheduler.planner.inventory import Group, pool_indexes
+from controlplane.scheduler.planner.prices import PoolKey, serve_best
 from controlplane.scheduler.planner.programme import (
     SECONDS_PER_HOUR,
     Column,
@@ -18,8 +19,12 @@ from controlplane.scheduler.planner.programme import (
     Target,
     engine_micro_usd_per_s,
     left_cost,
+    left_out_micro_usd,
     start_micro_usd,
 )
+
+# Less of a class than this is rounding of the parts that it is dealt out in.
+LEFT_RATIO_MIN: Final = 0.005
 
 
 def find_places(question: Question, rough: Target) -> Target:
@@ -85,6 +90,43 @@ def place_columns(question: Question, columns: Sequence[Column]) -> Target:
     return _place(question, start, wanted, leaving, bought)
 
 
+def serve_with(question: Question, engines: Mapping[PoolKey, int]) -> tuple[Column, float]:
+    """What `engines` can do of all planned work, as one column; and the solver's seconds."""
+    planned = question.planned
+    values = []
+    for index, rate in enumerate(planned):
+        _, each = left_out_micro_usd(question, index)
+        values.append(each / rate if rate > 0.0 else 0.0)
+    serving = serve_best(question.problem, question.options, engines, planned, values)
+    left: dict[int, float] = {}
+    for index, rate in enumerate(planned):
+        ratio = 0.0 if rate <= 0.0 else max(0.0, 1.0 - serving.served_per_s[index] / rate)
+        left[index] = ratio if ratio > LEFT_RATIO_MIN else 0.0
+    column = Column(
+        engines=engines,
+        flows={
+            (flow.demand, flow.pool): flow.per_s / planned[flow.demand] for flow in serving.flows
+        },
+        left_ratio=left,
+        cost=left_cost(question, left),
+    )
+    return column, serving.solve_s
+
+
+def standing_target(question: Question) -> Target | None:
+    """The fleet that the standing plan leads to, from where things are. None: there is no such plan."""
+    indexes = pool_indexes(question.problem)
+    engines: Counter[PoolKey] = Counter()
+    for one in question.problem.standing:
+        pool = indexes.get((one.model, one.gpu_type, one.gpus, one.role))
+        if pool is not None:
+            engines[pool, one.region] += one.desired
+    if not engines:
+        return None
+    column, _ = serve_with(question, engines)
+    return place_columns(question, [column])
+
+
 def _place(
     question: Question,
     target: Target,
@@ -128,6 +170,8 @@ def tidy(question: Question, target: Target) -> Target:
     loaded = dict(target.loaded)
     for index, shape in enumerate(problem.shapes):
         here = [number for number, one in enumerate(groups) if one.group.shape == index]
+        for number in here:
+            groups[number] = _stay_whole(question, groups[number], index, loaded)
         whole = sum(
             count
             for (where, pool), count in loaded.items()
@@ -148,6 +192,21 @@ def tidy(question: Question, target: Target) -> Target:
         loaded={key: count for key, count in loaded.items() if count > 0},
     )
     return replace(answer, objective=min(target.objective, price(question, answer)))
+
+
+def _stay_whole(
+    question: Question, one: GroupTarget, shape: int, loaded: dict[tuple[int, int], int]
+) -> GroupTarget:
+    """Nodes are not emptied of an engine that fills them to load the same again."""
+    gpus = question.problem.shapes[shape].gpus
+    kept, emptied = dict(one.kept), one.emptied
+    for pool, _ in one.group.awake:
+        more = min(emptied, loaded.get((shape, pool), 0))
+        if more > 0 and question.problem.pools[pool].gpus == gpus:
+            kept[pool] += more
+            emptied -= more
+            loaded[shape, pool] -= more
+    return replace(one, kept=kept, emptied=emptied)
 
 
 def _stay(one: GroupTarget, shape: int, loaded: dict[tuple[int, int], int]) -> GroupTarget:

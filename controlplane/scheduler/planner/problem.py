@@ -219,6 +219,19 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DesiredCount:
+    """Engines wanted of a kind in a region, against those that count as capacity now."""
+
+    model: ModelName
+    gpu_type: GpuTypeName
+    gpus: int
+    role: Role
+    region: RegionName
+    desired: int
+    actual: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Stretch:
     """How far TPOT of a model's engines may rise over an empty engine's, as a ratio.
 
@@ -277,7 +290,8 @@ class Limits:
 class Problem:
     """Everything a plan depends on. `now_s` is seconds since 1970, UTC.
 
-    `held` comes from the standing plan. `recent` replaces `stretches` for the models that it names.
+    `held` and `standing` (its desired engines) come from the standing plan: while that is as good as
+    any, it is followed to its end. `recent` replaces `stretches` for the models that it names.
     """
 
     now_s: float
@@ -287,6 +301,7 @@ class Problem:
     nodes: tuple[NodeState, ...]
     limits: Limits = Limits()
     held: tuple[Held, ...] = ()
+    standing: tuple[DesiredCount, ...] = ()
     stretches: tuple[Stretch, ...] = ()
     recent: tuple[RecentWorkflow, ...] = ()
 
@@ -328,19 +343,6 @@ class ClassPrice:
 class Prices:
     pools: tuple[PoolPrice, ...] = ()
     classes: tuple[ClassPrice, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DesiredCount:
-    """Engines wanted of a kind in a region, against those that count as capacity now."""
-
-    model: ModelName
-    gpu_type: GpuTypeName
-    gpus: int
-    role: Role
-    region: RegionName
-    desired: int
-    actual: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

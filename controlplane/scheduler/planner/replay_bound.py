@@ -31,6 +31,8 @@ DEFERRABLE_RATIOS: Final = (1.05, 1.1, 1.2, 1.35, 1.5)
 WORKFLOWS_MIN: Final = 50
 # Another stretch must win by this part of the value in time, or the standing one stays.
 GAIN_RATIO_MIN: Final = 0.02
+# Less of a token than this is rounding.
+TOKEN_ROUNDING: Final = 1e-9
 # More engines than this are replayed as so many, with as many workflows less.
 ENGINES_MAX: Final = 12
 STEPS_MAX: Final = 4_000
@@ -75,21 +77,42 @@ class _Engine:
             self.odometer += (now_ms - begun_ms) / self.tpot_ms()
         self.last_ms = max(self.last_ms, now_ms)
 
-    def take(self, now_ms: float, call: int, flow: RecentWorkflow, tie: int) -> None:
-        self.advance(now_ms)
-        prefill_ms = (
+    def prefill_ms(self, flow: RecentWorkflow) -> float:
+        return (
             self.pool.prefill_base_ms
             + flow.uncached_tokens * self.pool.prefill_ms_per_token
             + self.pool.prefill_ms_per_token_sq
             * flow.uncached_tokens
             * max(0.0, flow.context_tokens - 0.5 * flow.uncached_tokens)
         )
-        self.stall_ms = max(now_ms, self.stall_ms) + prefill_ms
+
+    def alone_ms(self, flow: RecentWorkflow) -> float:
+        """What one step takes with nobody else there: no step takes less."""
+        held = flow.context_tokens + 0.5 * flow.completion_tokens
+        tpot_ms = (
+            self.pool.decode_ms_base
+            + self.pool.decode_ms_per_seq
+            + held * self.pool.decode_ms_per_kv_token
+        )
+        return self.prefill_ms(flow) + flow.completion_tokens * tpot_ms
+
+    def take(self, now_ms: float, call: int, flow: RecentWorkflow, tie: int) -> None:
+        self.advance(now_ms)
+        self.stall_ms = max(now_ms, self.stall_ms) + self.prefill_ms(flow)
         held = flow.context_tokens + 0.5 * flow.completion_tokens
         self.count += 1
         self.kv += held
         goal = self.odometer + flow.completion_tokens
         heappush(self.finishing, (goal, tie, call, held))
+
+    def ends_ms(self, now_ms: float, flow: RecentWorkflow) -> float:
+        """When a step would end that is taken now, with who is there now."""
+        held = flow.context_tokens + 0.5 * flow.completion_tokens
+        tpot_ms = (
+            self.tpot_ms() + self.pool.decode_ms_per_seq + held * self.pool.decode_ms_per_kv_token
+        )
+        begin_ms = max(now_ms, self.stall_ms) + self.prefill_ms(flow)
+        return begin_ms + flow.completion_tokens * tpot_ms
 
     def next_ms(self, now_ms: float) -> float:
         """When the first of its calls ends, as things stand."""
@@ -97,11 +120,17 @@ class _Engine:
         begin = max(now_ms, self.stall_ms)
         return begin + max(0.0, goal - self.odometer) * self.tpot_ms()
 
-    def release(self) -> int:
-        _, _, call, held = heappop(self.finishing)
-        self.count -= 1
-        self.kv = max(0.0, self.kv - held)
-        return call
+    def release(self) -> list[int]:
+        """The calls that have all their tokens: the first, and who ends with it."""
+        calls: list[int] = []
+        while self.finishing and (
+            not calls or self.finishing[0][0] <= self.odometer + TOKEN_ROUNDING
+        ):
+            _, _, call, held = heappop(self.finishing)
+            self.count -= 1
+            self.kv = max(0.0, self.kv - held)
+            calls.append(call)
+        return calls
 
 
 # What can happen: a call wants to run, or an engine's first call ends.
@@ -117,8 +146,8 @@ def replay(
 ) -> Replayed:
     """Run workflows on one engine of each of `pools`, calls in flight bounded by the ratios.
 
-    Later steps come when the one before has ended and the gap is over. A call whose workflow is past
-    its deadline is dropped when its turn comes. Everything that arrived is run to its end.
+    Later steps come when the one before has ended and the gap is over. A call whose workflow can not
+    be in time any more is dropped when its turn comes. Everything that arrived is run to its end.
     """
     engines = [_Engine(pool) for pool in pools]
     bounds = [_seats(engine, flows, stretch_ratio) for engine in engines]
@@ -130,6 +159,7 @@ def replay(
     events: list[tuple[float, int, int, int, int]] = []
     versions = [0] * len(engines)
     steps_left = [flow.steps for flow in flows]
+    least_ms = [min(engine.alone_ms(flow) for engine in engines) for flow in flows]
     queue: list[tuple[bool, float, int, int]] = []
     in_time = late = 0
     value = finish_s = 0.0
@@ -156,22 +186,29 @@ def replay(
                 continue
             engine = engines[index]
             engine.advance(now_ms)
-            call = engine.release()
+            for call in engine.release():
+                steps_left[call] -= 1
+                flow = flows[call]
+                if steps_left[call] > 0:
+                    ready_ms = now_ms + flow.gap_s * MS_PER_S
+                    heappush(events, (ready_ms, next(ties), _READY, call, 0))
+                else:
+                    end(call, now_ms, is_in_time=_is_in_time(flow, now_ms))
             _schedule(events, engine, index, versions, now_ms, next(ties))
-            steps_left[call] -= 1
-            flow = flows[call]
-            if steps_left[call] > 0:
-                heappush(events, (now_ms + flow.gap_s * MS_PER_S, next(ties), _READY, call, 0))
-            else:
-                end(call, now_ms, is_in_time=_is_in_time(flow, now_ms))
         waiting: list[tuple[bool, float, int, int]] = []
         while queue:
             entry = heappop(queue)
             flow = flows[entry[3]]
-            if not _is_in_time(flow, now_ms):
+            place = _place(engines, bounds_deferrable if flow.is_deferrable else bounds, flow)
+            left = steps_left[entry[3]]
+            # What comes after this step is counted as if nobody else were there.
+            after_ms = (left - 1) * (least_ms[entry[3]] + flow.gap_s * MS_PER_S)
+            ends_ms = now_ms + least_ms[entry[3]]
+            if place is not None:
+                ends_ms = engines[place].ends_ms(now_ms, flow)
+            if not _is_in_time(flow, ends_ms + after_ms):
                 end(entry[3], now_ms, is_in_time=False)
                 continue
-            place = _place(engines, bounds_deferrable if flow.is_deferrable else bounds, flow)
             if place is None:
                 waiting.append(entry)
                 # Who comes later in the queue and needs no less waits as well.

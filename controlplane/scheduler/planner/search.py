@@ -12,7 +12,13 @@ from typing import Any, Final
 
 from controlplane.domain.ids import ModelName
 from controlplane.scheduler.planner.inventory import merged
-from controlplane.scheduler.planner.places import as_merged, find_places, place_columns, tidy
+from controlplane.scheduler.planner.places import (
+    as_merged,
+    find_places,
+    place_columns,
+    standing_target,
+    tidy,
+)
 from controlplane.scheduler.planner.prices import PoolKey
 from controlplane.scheduler.planner.programme import (
     Column,
@@ -102,8 +108,9 @@ class _Solver:
 def search(question: Question, stay: Target, seconds_max: float, gap_ratio: float) -> Found:
     """The cheapest fleet to be found in time; stops when it is proven within `gap_ratio` of the best.
 
-    `stay` is the fleet as it stands, and the answer where nothing better is found. Time is that of
-    the solvers, by their own clocks.
+    `stay` is the fleet as it stands. Where it, or the fleet that the standing plan leads to, is
+    within the gap that the limits allow, it is the answer: a search that stops near the best would
+    find others as good, over and over. Time is that of the solvers, by their own clocks.
     """
     solver = _Solver(question, seconds_max)
     models = sorted(
@@ -113,21 +120,25 @@ def search(question: Question, stay: Target, seconds_max: float, gap_ratio: floa
             if rate > 0.0
         }
     )
-    best = stay
-    bound = 0.0
-    if flows_count(question) <= FLOWS_WHOLE_MAX:
-        everything = Programme(question, models, {})
-        hint(everything, stay)
-        done = solver.solve(everything, seconds_max * WHOLE_TIME_RATIO, gap_ratio)
-        if done is not None:
-            best = _better(best, read_target(everything, done))
-            bound = done.best_objective_bound + everything.constant
-            if best.objective * (1.0 - gap_ratio) <= bound:
-                best = tidy(question, best)
-                return Found(target=best, bound=min(bound, best.objective), solve_s=solver.spent_s)
     coarse = replace(question, stock=merged(question.stock))
     relaxed = relax(Programme(coarse, models, {}))
     solver.spend(relaxed.solve_s)
+    bound = relaxed.bound
+    best = stay
+    for target in (stay, standing_target(question)):
+        if target is not None:
+            best = _better(best, target)
+            if target.objective * (1.0 - question.problem.limits.gap_ratio_max) <= bound:
+                return _found(target, bound, solver)
+    if flows_count(question) <= FLOWS_WHOLE_MAX:
+        everything = Programme(question, models, {})
+        hint(everything, best)
+        done = solver.solve(everything, seconds_max * WHOLE_TIME_RATIO, gap_ratio / 10.0)
+        if done is not None:
+            best = _better(best, tidy(question, read_target(everything, done)))
+            bound = max(bound, done.best_objective_bound + everything.constant)
+            if best.objective * (1.0 - gap_ratio) <= bound:
+                return _found(best, bound, solver)
     # The relaxation with engines rounded up is a fleet already, whatever time is left.
     rounded = [_column_of(question, relaxed, model) for model in models]
     best = _better(best, place_columns(question, rounded))
@@ -144,9 +155,11 @@ def search(question: Question, stay: Target, seconds_max: float, gap_ratio: floa
     if done is not None:
         best = _better(best, read_target(exact, done))
     best = tidy(question, _mend(question, models, best, relaxed, solver, gap_ratio))
-    return Found(
-        target=best, bound=min(max(bound, relaxed.bound), best.objective), solve_s=solver.spent_s
-    )
+    return _found(best, bound, solver)
+
+
+def _found(target: Target, bound: float, solver: _Solver) -> Found:
+    return Found(target=target, bound=min(bound, target.objective), solve_s=solver.spent_s)
 
 
 def _rough(
@@ -160,7 +173,14 @@ def _rough(
     """The best engine counts while it is left out of account which node holds what."""
     best = as_merged(question, start)
     each_s = solver.left_s * COLUMNS_TIME_RATIO / max(1, len(models))
-    columns = {model: [_column(question, model, relaxed, solver, each_s)] for model in models}
+    # Columns that are best one by one need not fit together; those of the relaxation nearly do.
+    columns = {
+        model: [
+            _column(question, model, relaxed, solver, each_s),
+            _column_of(question, relaxed, model),
+        ]
+        for model in models
+    }
     programme = Programme(question, (), columns)
     hint(programme, best)
     done = solver.solve(programme, solver.left_s * TOGETHER_TIME_RATIO, gap_ratio / 4.0)
