@@ -47,6 +47,7 @@ from controlplane.runtime.principals import Principals
 from controlplane.runtime.queue_pump import QueuePump
 from controlplane.runtime.rate_limits import RateLimits
 from controlplane.runtime.workflow_state import WorkflowStates
+from controlplane.scheduler.batch import warm_up
 from controlplane.scheduler.prefix_index import PrefixIndex
 from controlplane.scheduler.tick_log import TickLog
 from controlplane.settings import Settings
@@ -127,6 +128,8 @@ async def running_replica(settings: Settings) -> AsyncIterator[Replica]:
     replica_id = ReplicaId(secrets.token_hex(4))
     files = files_of(settings.policies_path)
     bundle_of(files)
+    # The first calls that wait together should not wait for an import.
+    await asyncio.to_thread(warm_up)
     metrics = Metrics()
     database_url = settings.database_url.get_secret_value()
     pepper = settings.pepper.get_secret_value().encode()

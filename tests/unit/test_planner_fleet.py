@@ -13,6 +13,7 @@ from controlplane.domain.catalog import Role
 from controlplane.scheduler.planner.fleet import solve
 from controlplane.scheduler.planner.problem import (
     Demand,
+    DesiredCount,
     EngineCondition,
     Limits,
     MoveKind,
@@ -23,7 +24,7 @@ from controlplane.scheduler.planner.problem import (
     as_json,
     from_json,
 )
-from tests.planner_builders import demand, engine, node, pool, shape
+from tests.planner_builders import REGION, demand, engine, node, pool, shape
 
 # A change costs next to nothing, but it is not free, so that ties are for what is there.
 FREE = Limits(change_micro_usd=1, gap_ratio_max=0.0, gain_ratio_min=0.0)
@@ -76,20 +77,23 @@ def test_tight_work_gets_the_fast_type_and_loose_work_the_cheap_one() -> None:
 
 
 def test_kv_bounds_a_fleet_where_it_fills_up_before_gpu_time() -> None:
-    # 1 s of a workflow that holds 100 tokens: 5 a second hold 500 tokens.
-    plan = _plan(
-        demand(5, context_tokens=100.0),
-        pools=(replace(pool("a", 1.0, kv_tokens=100), prefill_base_ms=100.0),),
-        shapes=(shape("a", 1, more=99),),
+    # A step of 10 ms and .1 ms a call: 100 calls at the bound, so 100 tokens take 20 ms of an engine.
+    kind = replace(
+        pool("a", 1e9), decode_ms_base=10.0, decode_ms_per_seq=0.1, kv_tokens_capacity=100_000
     )
-    assert _counts(plan) == {"a": 1}
+    work = demand(30.0, context_tokens=100.0, completion_tokens=100.0)
+    facts = {"shapes": (shape("a", 1, more=99),)}
+    assert _counts(_plan(work, pools=(kind,), **facts)) == {"a": 1}
+    # KV for ten calls of 150 tokens: steps of 11 ms, so 9.09 workflows a second.
+    plan = _plan(work, pools=(replace(kind, kv_tokens_capacity=1_500),), **facts)
+    assert _counts(plan) == {"a": 4}
     plan = _plan(
-        demand(5, context_tokens=100.0, steps=10.0, completion_tokens=0.0),
-        pools=(replace(pool("a", 1.0, kv_tokens=100), prefill_base_ms=100.0),),
-        shapes=(shape("a", 1, more=99),),
+        replace(work, arrivals_per_s_now=36.0),
+        pools=(replace(kind, kv_tokens_capacity=1_500),),
+        **facts,
     )
-    assert _counts(plan) == {"a": 5}
-    assert any("KV" in words for words in plan.binding)
+    assert _counts(plan) == {"a": 4}
+    assert any("KV of m/ax1/both" in words for words in plan.binding)
 
 
 def test_prompts_and_decoding_on_two_engines_where_that_is_cheaper() -> None:
@@ -208,6 +212,30 @@ def test_a_cold_start_is_bought_only_where_it_pays_within_the_time_a_plan_stands
     assert _counts(_plan(demand(1), **facts)) == {"dear": 1}
     longer = replace(FREE, stands_s=7_200.0)
     assert _counts(_plan(demand(1), **facts, limits=longer)) == {"cheap": 1}
+
+
+def test_a_standing_plan_is_followed_while_it_is_as_good_as_any() -> None:
+    facts = {
+        "pools": (pool("a", 1.0), pool("b", 1.0)),
+        "shapes": (shape("a", 1.0, more=2), shape("b", 1.015, more=2)),
+        "limits": Limits(change_micro_usd=1),
+    }
+    assert _counts(_plan(demand(0.9), **facts)) == {"a": 1}
+    toward = tuple(
+        DesiredCount(
+            model=one.model, gpu_type=one.gpu_type, gpus=1, role=one.role, region=REGION,
+            desired=int(one.gpu_type == "b"), actual=0,
+        )
+        for one in facts["pools"]
+    )  # fmt: skip
+    assert _counts(_plan(demand(0.9), **facts, standing=toward)) == {"b": 1}
+    # Not when it is worse than what a gap allows, or does not do the work any more.
+    dear = facts | {"shapes": (shape("a", 1.0, more=2), shape("b", 1.03, more=2))}
+    assert _counts(_plan(demand(0.9), **dear, standing=toward)) == {"a": 1}
+    assert _counts(_plan(demand(1.5), **facts, standing=toward)) == {"a": 2}
+    # What is there already stays, whatever a plan led to.
+    there = (node("n1", "b", engine("e1")),)
+    assert _plan(demand(0.9), **facts, nodes=there).moves == ()
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -10,7 +10,10 @@ from hypothesis import strategies as st
 from controlplane.domain.catalog import Role
 from controlplane.domain.ids import EngineId, NodeId
 from controlplane.scheduler.planner.fleet import solve
-from controlplane.scheduler.planner.moves import inverse
+from controlplane.scheduler.planner.inventory import take_stock
+from controlplane.scheduler.planner.loads import options_of
+from controlplane.scheduler.planner.moves import inverse, lay_out
+from controlplane.scheduler.planner.places import price, tidy
 from controlplane.scheduler.planner.problem import (
     EngineCondition,
     EngineState,
@@ -20,6 +23,7 @@ from controlplane.scheduler.planner.problem import (
     NodeState,
     Problem,
 )
+from controlplane.scheduler.planner.programme import GroupTarget, Question, Target
 from tests.planner_builders import demand, engine, node, pool, shape
 
 ROUNDS_MAX = 60
@@ -258,6 +262,45 @@ def test_a_role_changes_in_place() -> None:
         Role.PREFILL,
         Role.DECODE,
     )
+
+
+def test_what_a_solver_left_behind_is_tidied_up() -> None:
+    """Near the best a fleet may load on one node what it takes down on the next."""
+    problem = Problem(
+        now_s=0.0,
+        demands=(demand(1.0),),
+        pools=(pool("a", 1.0, load_s=36.0), pool("a", 2.0, gpus=2, load_s=36.0)),
+        shapes=(shape("a", 1, gpus=2),),
+        nodes=(
+            node("n1", "a", engine("e1"), engine("e2"), gpus=2),
+            node("n2", "a", engine("e3", gpus=2), gpus=2),
+        ),
+        limits=Limits(change_micro_usd=1_000),
+    )
+    question = Question(
+        problem=problem,
+        options=tuple(options_of(problem, one) for one in problem.demands),
+        planned=(1.0,),
+        stock=take_stock(problem),
+        gpus_less={},
+    )
+    small, large = (
+        GroupTarget(group=group, released=0, emptied=emptied, kept=kept, woken={}, changed={})
+        for group, emptied, kept in zip(
+            question.stock.groups, (0, 1), ({0: 1}, {1: 0}), strict=True
+        )
+    )
+    untidy = Target(
+        groups=(small, large), loaded={(0, 0): 1, (0, 1): 1}, bought={}, engines={},
+        left_ratio=(0.0,), flows={}, objective=0.0,
+    )  # fmt: skip
+    untidy = replace(untidy, objective=price(question, untidy))
+    # Two nodes at a dollar; two stops and two starts, of a hundredth of half a node and of a whole one.
+    assert untidy.objective == 2e6 + 4 * 1_000 + 5_000 + 10_000
+    done = tidy(question, untidy)
+    assert done.objective == 2e6
+    assert (done.loaded, [one.kept for one in done.groups]) == ({}, [{0: 2}, {1: 1}])
+    assert lay_out(question, done).changes == ()
 
 
 MOVE = Move(

@@ -27,16 +27,16 @@ def shortages(draw: st.DrawFn) -> tuple[Problem, dict[PoolKey, float]]:
     """Classes that compete for two pools, of which some is short of GPU time or of KV."""
     pools = tuple(
         replace(
-            pool(gpu, draw(st.floats(0.5, 5.0)), kv_tokens=draw(st.integers(20, 400))),
-            decode_ms_base=draw(st.floats(1.0, 20.0)),
-            decode_ms_per_seq=draw(st.floats(0.1, 2.0)),
+            pool(gpu, draw(st.floats(5.0, 500.0)), kv_tokens=draw(st.integers(20, 200))),
+            decode_ms_base=draw(st.floats(10.0, 90.0)),
+            decode_ms_per_seq=draw(st.floats(0.1, 5.0)),
             decode_ms_per_kv_token=draw(st.floats(0.0, 0.2)),
         )
         for gpu in ("a", "b")
     )
     works = tuple(
         demand(
-            draw(st.floats(0.1, 5.0)),
+            draw(st.floats(0.1, 50.0)),
             class_id=f"c{number}",
             context_tokens=draw(st.floats(1.0, 9.0)),
             completion_tokens=draw(st.floats(0.0, 9.0)),
@@ -114,19 +114,15 @@ def test_flows_stay_within_what_engines_can_do(
                 each_ms = kind.decode_ms_per_seq + kind.decode_ms_per_kv_token * (
                     one.context_tokens + one.completion_tokens / 2
                 )
-                seats = max(
-                    1.0,
-                    min(
-                        kind.seats_capacity,
-                        kind.kv_tokens_capacity / (one.context_tokens + one.completion_tokens),
-                        max(2.0, kind.decode_ms_base / each_ms),
-                    ),
+                bound = min(kind.seats_capacity, max(2.0, kind.decode_ms_base / each_ms))
+                held = one.context_tokens + one.completion_tokens / 2
+                there = max(1.0, min(bound, kind.kv_tokens_capacity / held))
+                decode_ms = one.completion_tokens * (kind.decode_ms_base + there * each_ms)
+                gpu_ms += flow.per_s * (
+                    kind.prefill_base_ms
+                    + one.completion_tokens * (kind.decode_ms_base / bound + each_ms)
                 )
-                step_ms = kind.decode_ms_base + seats * each_ms
-                decode_ms = one.completion_tokens * step_ms
-                gpu_ms += flow.per_s * (kind.prefill_base_ms + decode_ms / seats)
-                held_s = (kind.prefill_base_ms + decode_ms) / 1_000.0
-                kv += flow.per_s * held_s * (one.context_tokens + one.completion_tokens / 2)
+                kv += flow.per_s * (kind.prefill_base_ms + decode_ms) / 1_000.0 * held
         assert gpu_ms <= 1_000.0 * count * (1 + 1e-6)
         assert kv <= problem.pools[key[0]].kv_tokens_capacity * count * (1 + 1e-6)
 

@@ -64,7 +64,6 @@ def load_of(demand: Demand, pool: PoolKind, ratio: float) -> Load:
     done here, gaps not counted.
     """
     held = demand.context_tokens + 0.5 * demand.completion_tokens
-    peak = max(1.0, demand.context_tokens + demand.completion_tokens)
     prefill_ms = (
         pool.prefill_base_ms
         + demand.uncached_tokens * pool.prefill_ms_per_token
@@ -73,14 +72,14 @@ def load_of(demand: Demand, pool: PoolKind, ratio: float) -> Load:
         * max(0.0, demand.context_tokens - 0.5 * demand.uncached_tokens)
     )
     each_ms = pool.decode_ms_per_seq + pool.decode_ms_per_kv_token * held
-    seats = min(float(pool.seats_capacity), pool.kv_tokens_capacity / peak)
+    seats = float(pool.seats_capacity)
     if each_ms > 0.0:
         stretched = (ratio - 1.0) * pool.decode_ms_base / each_ms
         seats = min(seats, max(float(SEATS_BOUND_MIN), stretched))
-    seats = max(1.0, seats)
-    tpot_ms = pool.decode_ms_base + seats * each_ms
-    decode_ms = demand.completion_tokens * tpot_ms
-    gpu_ms = prefill_ms + decode_ms / seats
+    # Where KV holds fewer, steps are shorter and KV is what runs out: its capacity has a price of its own.
+    seats_held = max(1.0, min(seats, pool.kv_tokens_capacity / max(1.0, held)))
+    decode_ms = demand.completion_tokens * (pool.decode_ms_base + seats_held * each_ms)
+    gpu_ms = prefill_ms + demand.completion_tokens * (pool.decode_ms_base / seats + each_ms)
     if pool.role is Role.PREFILL:
         decode_ms, gpu_ms = 0.0, prefill_ms
     elif pool.role is Role.DECODE:

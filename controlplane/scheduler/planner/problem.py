@@ -281,7 +281,7 @@ class Limits:
     stands_s: float = 3_600.0
     change_micro_usd: int = 10_000
     asleep_per_node_max: int = 1
-    solve_s_max: float = 4.0
+    solve_s_max: float = 3.5
     gap_ratio_max: float = 0.02
     workers: int = 1
 

@@ -47,6 +47,9 @@ PLACES_TIME_RATIO: Final = 0.1
 MEND_S_MAX: Final = 0.5
 # One model at a time mends most and fastest; then two.
 MEND_MODELS: Final = (1, 2)
+# A fleet that is short of so few models is mended where it is short, before it is thought over anew.
+REPAIR_MODELS_MAX: Final = 3
+REPAIR_S_MAX: Final = 0.5
 # With so few flows the programme is solved in one piece.
 FLOWS_WHOLE_MAX: Final = 160
 # A part of the time that the piece as a whole may take.
@@ -124,12 +127,16 @@ def search(question: Question, stay: Target, seconds_max: float, gap_ratio: floa
     relaxed = relax(Programme(coarse, models, {}))
     solver.spend(relaxed.solve_s)
     bound = relaxed.bound
-    best = stay
-    for target in (stay, standing_target(question)):
-        if target is not None:
-            best = _better(best, target)
-            if target.objective * (1.0 - question.problem.limits.gap_ratio_max) <= bound:
-                return _found(target, bound, solver)
+    standing = standing_target(question)
+    candidates = [stay] if standing is None else [stay, standing]
+    gap_max = question.problem.limits.gap_ratio_max
+    if good := _good_enough(candidates, bound, gap_max):
+        return _found(good, bound, solver)
+    if repaired := _repair(question, models, stay, solver, gap_ratio):
+        candidates.append(repaired)
+        if good := _good_enough(candidates, bound, gap_max):
+            return _found(good, bound, solver)
+    best = min(candidates, key=lambda one: one.objective)
     if flows_count(question) <= FLOWS_WHOLE_MAX:
         everything = Programme(question, models, {})
         hint(everything, best)
@@ -137,6 +144,8 @@ def search(question: Question, stay: Target, seconds_max: float, gap_ratio: floa
         if done is not None:
             best = _better(best, tidy(question, read_target(everything, done)))
             bound = max(bound, done.best_objective_bound + everything.constant)
+            if good := _good_enough(candidates, bound, gap_max):
+                return _found(good, bound, solver)
             if best.objective * (1.0 - gap_ratio) <= bound:
                 return _found(best, bound, solver)
     # The relaxation with engines rounded up is a fleet already, whatever time is left.
@@ -155,7 +164,52 @@ def search(question: Question, stay: Target, seconds_max: float, gap_ratio: floa
     if done is not None:
         best = _better(best, read_target(exact, done))
     best = tidy(question, _mend(question, models, best, relaxed, solver, gap_ratio))
-    return _found(best, bound, solver)
+    # What changes little is preferred to what is hardly better.
+    good = _good_enough(candidates, best.objective, question.problem.limits.gain_ratio_min)
+    return _found(good or best, bound, solver)
+
+
+def _good_enough(candidates: Sequence[Target], bound: float, gap_ratio: float) -> Target | None:
+    """The first of the fleets that is within a gap of the bound."""
+    for target in candidates:
+        if target.objective * (1.0 - gap_ratio) <= bound:
+            return target
+    return None
+
+
+def _repair(
+    question: Question,
+    models: Sequence[ModelName],
+    stay: Target,
+    solver: _Solver,
+    gap_ratio: float,
+) -> Target | None:
+    """The fleet as it stands, changed for the models alone whose work it leaves out. None: too many."""
+    demands = question.problem.demands
+    short = sorted(
+        {demand.model for demand, left in zip(demands, stay.left_ratio, strict=True) if left > 0.0}
+    )
+    if not 0 < len(short) <= REPAIR_MODELS_MAX:
+        return None
+    pools = question.problem.pools
+    others = {
+        model: [
+            replace(
+                _column_of(question, stay, model),
+                engines={
+                    key: count
+                    for key, count in stay.engines.items()
+                    if pools[key[0]].model == model
+                },
+            )
+        ]
+        for model in models
+        if model not in short
+    }
+    programme = Programme(question, short, others)
+    hint(programme, stay)
+    done = solver.solve(programme, REPAIR_S_MAX, gap_ratio / 10.0)
+    return None if done is None else tidy(question, read_target(programme, done))
 
 
 def _found(target: Target, bound: float, solver: _Solver) -> Found:
