@@ -129,7 +129,8 @@ def _look(cells: Sequence[Document]) -> dict[str, dict[str, Any]]:
 def _figure(title: str, x: str, y: str, **layout: Any) -> Any:
     import plotly.graph_objects as go
 
-    figure = go.Figure()
+    plots: Any = go
+    figure = plots.Figure()
     figure.update_layout(
         title={"text": title, "font": {"size": 15}},
         template="plotly_white",

@@ -52,7 +52,7 @@ class EngineRow:
     share that. Flows are the workflows and calls that live there: one millisecond more for each of them
     is worth `flows_micro_usd_per_s` / 1000, and they make a step longer by `flows_ms_per_step` on average.
     `bid_micro_usd` is what a call that finds no seat there is worth, `offered_ratio` how full the engine
-    is found by those that come.
+    is found by those that come. `rates` are `published` ones, corrected by what was measured there.
     """
 
     __slots__ = (
@@ -89,6 +89,7 @@ class EngineRow:
         "prefill_ms_per_token",
         "prefill_ms_per_token_sq",
         "prefill_tokens_pending",
+        "published",
         "rates",
         "region",
         "region_bit",
@@ -174,6 +175,7 @@ class EngineRow:
             1.0,
             1.0,
         )
+        self.published = self.rates
         self.seats_lent = 0
         self.kv_tokens_lent = 0
         self.credits_expire_ms = 0
@@ -289,6 +291,7 @@ class EngineRow:
             row.kv_price_micro_usd_per_token_s,
         ) = dynamic
         row.use_rates(rates)
+        row.published = self.published
         return row
 
 

@@ -682,7 +682,7 @@ class FleetState:
             setattr(row, name, getattr(fresh, name))
         row.sleep_level = 0
         # What was learned of the hardware holds for its rates as they are published now.
-        entry.correction.published = fresh.rates
+        entry.correction.published = row.published = fresh.rates
         row.use_rates(entry.correction.rates())
         # An engine tells its capacity when it is ready.
         self.prefixes.set_capacity(row.index, row.kv_tokens_capacity)

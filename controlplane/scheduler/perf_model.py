@@ -257,10 +257,13 @@ def seats_within(row: EngineRow, tpot_stretch_ratio: float, context_tokens: floa
     """Calls in flight with which TPOT stays within `tpot_stretch_ratio` of an empty engine's.
 
     Each call adds its own FLOPs and the reading of its KV to a step; `context_tokens` is what a call
-    of this engine holds on average. Never more than the engine has seats.
+    of this engine holds on average. Never more than the engine has seats. By the published rates: what is
+    learned of an engine that is always as full tells its pace well, and badly how much of it is
+    whose, so that a bound made of it would move with its own effect.
     """
-    stretch_ms = (tpot_stretch_ratio - 1.0) * row.decode_ms_base
-    each_ms = row.decode_ms_per_seq + row.decode_ms_per_kv_token * context_tokens
+    rates = row.published
+    stretch_ms = (tpot_stretch_ratio - 1.0) * rates.decode_ms_base
+    each_ms = rates.decode_ms_per_seq + rates.decode_ms_per_kv_token * context_tokens
     if each_ms <= 0.0:
         return row.seats_capacity
     seats = ceil(stretch_ms / each_ms)

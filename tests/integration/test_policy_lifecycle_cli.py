@@ -174,10 +174,11 @@ async def test_way_of_a_bundle(headway: Headway) -> None:
     again = await headway("policy", "apply", strict, "--now", *because)
     assert f"{revision[:12]} is active" in again.words
 
-    status, history, listed, verified = await one_by_one(
+    status, history, listed, everything, verified = await one_by_one(
         headway("policy", "status"),
         headway("policy", "history"),
         headway("audit", "list", "--subject", "pol*", "--json"),
+        headway("audit", "list", "--json"),
         headway("audit", "verify", "--json"),
     )
     for ran in (status, history):
@@ -186,7 +187,7 @@ async def test_way_of_a_bundle(headway: Headway) -> None:
     for word in ("bootstrap", "shadow", "canary", "promote", "rollback", "apply"):
         assert word in history.words
     assert len(listed.document["data"]) == 6
-    assert verified.document["entries"] == 6
+    assert verified.document["entries"] == len(everything.document["data"]) >= 6
     head = listed.document["data"][2]["hash"]
     assert (await headway("audit", "verify", "--head", head)).code == 0
 

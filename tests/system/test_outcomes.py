@@ -611,7 +611,7 @@ async def key_of_another_body(world: World) -> httpx2.Response:
 
 async def answer_too_large_to_keep(world: World) -> httpx2.Response:
     headers = {"idempotency-key": secrets.token_hex(8)}
-    large = {"n": 8, "max_tokens": 1_000, "ignore_eos": True, "stream": True}
+    large = {"n": 8, "max_tokens": 3_000, "ignore_eos": True, "stream": True}
     first = await world.chat(headers=headers, **large)
     assert first.status_code == 200
     assert len(first.content) > 1024 * 1024
