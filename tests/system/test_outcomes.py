@@ -49,7 +49,7 @@ ID: Final = re.compile(r"req-[0-9a-f]{8}-[0-9a-f]+")
 # One engine each, by model, with a fault of its own; `absent` has none and `cold` never has its weights.
 ENGINES: Final[dict[str, dict[str, float | bool]]] = {
     "plain": {"speedup": 5.0},
-    "single": {"max_num_seqs": 1},
+    "single": {"max_num_seqs": 1, "speedup": 0.5},
     "broken": {"fault_error_rate": 1.0},
     "dropping": {"fault_drop_before_first_byte": True},
     "busy": {"fault_refuse": True},
