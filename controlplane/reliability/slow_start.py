@@ -14,7 +14,7 @@ ENGINE_RAMP_MS: Final = 30_000
 POOL_RAMP_MS: Final = 60_000
 # Calls in flight on each engine of a cold pool.
 CANARIES_PER_ENGINE: Final = 1
-# Priorities below this wait for idle room while their pool is ramped up.
+# Priorities below this begin only on idle room while their pool is ramped up.
 HELD_BACK_BELOW_PRIORITY: Final = 3
 
 
@@ -29,7 +29,7 @@ def ramp_ratio(since_ms: float, now_ms: float, length_ms: float) -> float:
 def is_held_back(pool_ratio: float, priority: int) -> bool:
     """Whether work that has not begun yields to all other while the pool's ramp stands at `pool_ratio`.
 
-    It is not refused: without anybody else it is the canary that proves the pool.
+    Without anybody else it begins all the same: it is the canary that proves the pool.
     """
     return pool_ratio < 1.0 and priority < HELD_BACK_BELOW_PRIORITY
 

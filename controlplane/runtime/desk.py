@@ -29,8 +29,6 @@ from controlplane.scheduler.place import object_to, still_fits
 from policies.documents import Admission
 from policies.evaluate import Terms
 
-# A pool is idle for postponed work below this saturation, and while nobody waits for it.
-IDLE_PERMILLE_MAX: Final = 500
 HANG_UP_MS: Final = 500
 # Calls, and free seats, from which on they are weighed together.
 CALLS_MIN: Final = 2
@@ -399,8 +397,7 @@ class Desk(Generic[J]):
 
     def is_idle(self, model: ModelName, now_ms: float) -> bool:
         """Whether a model has capacity to spare for work that can wait."""
-        is_full = self.fleet.pool(model, now_ms).saturation_permille >= IDLE_PERMILLE_MAX
-        return not is_full and not self.line.is_waiting_for(model)
+        return self.loads.is_idle(model, now_ms)
 
     # ------------------------------------------------------------ inside
 

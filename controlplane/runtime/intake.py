@@ -24,7 +24,6 @@ from controlplane.domain.ids import (
     WorkflowId,
 )
 from controlplane.domain.request import UNLIMITED_MICRO_USD, Request
-from controlplane.reliability.slow_start import is_held_back
 from controlplane.runtime.accounts import Held
 from controlplane.runtime.call import Call, Ticket, monotonic_ms, wall_ms
 from controlplane.runtime.estimates import Estimates
@@ -390,11 +389,6 @@ class Intake:
         not_before_ms, waits_for_idle, idle_until_ms = _postponed(ruling.defer, received_ms)
         priority = self._priority(rights, ruling, queue_class)
         is_begun = workflow is not None and sizes.step > 0
-        if not (is_begun or waits_for_idle or not_before_ms) and is_held_back(
-            self._fleet.pool_ramp_ratio(model.name), priority
-        ):
-            waits_for_idle = True
-            idle_until_ms = int(received_ms) + self._fleet.pool(model.name).warm_in_ms
         request = Request(
             id=call.request_id or self.new_id(),
             tenant=tenant.id,

@@ -5,6 +5,7 @@ Joins `admission/load.py`, which knows no engine, with `FleetState`, which knows
 
 from collections.abc import Callable, Iterator
 
+from controlplane.admission.appointments import WAIT_MS_MAX, WAIT_MS_MIN
 from controlplane.admission.load import PoolLoad, Room
 from controlplane.admission.working_set import WorkingSets
 from controlplane.domain.catalog import Role
@@ -13,12 +14,15 @@ from controlplane.domain.fleet import EngineRow
 from controlplane.domain.ids import ModelName, WorkflowId
 from controlplane.domain.outcome import Usage
 from controlplane.domain.request import Request
+from controlplane.reliability.slow_start import is_held_back
 from controlplane.runtime.fleet_state import FleetState
 from controlplane.scheduler.legs import WHOLE
 from controlplane.scheduler.perf_model import Forecast
 from policies.documents import Admission
 
 WORKING_SET_RETRY_MS = 2_000
+# A pool has room to spare below this saturation, and while nobody waits for it.
+IDLE_PERMILLE_MAX = 500
 
 
 class PoolLoads:
@@ -75,6 +79,14 @@ class PoolLoads:
         if room is None:
             # No engine at all: placement says why, and better.
             return None
+        if self._is_held_back(request, now_ms):
+            warm_in_ms = self._fleet.pool(request.model, now_ms).warm_in_ms
+            return Refuse(
+                Reason.SHED_OVERLOAD,
+                f"the engines of `{request.model}` are new and warm up with work of higher priority;"
+                " come back when they are warm",
+                min(WAIT_MS_MAX, max(WAIT_MS_MIN, warm_in_ms)),
+            )
         if not self._working_sets.may_begin(request.model, request.prompt_tokens):
             return Refuse(
                 Reason.SHED_OVERLOAD,
@@ -92,9 +104,16 @@ class PoolLoads:
         room = self._room(request, now_ms)
         if room is None or not self._admission.is_shedding:
             return True
+        if self._is_held_back(request, now_ms):
+            return False
         return self._working_sets.may_begin(request.model, request.prompt_tokens) and self.of(
             request.model
         ).would_begin(request, room, now_ms)
+
+    def is_idle(self, model: ModelName, now_ms: float) -> bool:
+        """Whether a model has capacity to spare for work that can wait."""
+        is_full = self._fleet.pool(model, now_ms).saturation_permille >= IDLE_PERMILLE_MAX
+        return not is_full and not self.is_waiting(model)
 
     def continues(self, request: Request, now_ms: int) -> None:
         """A later step has come."""
@@ -155,6 +174,13 @@ class PoolLoads:
             self._fleet.use_stretch(model, ratio if admission.is_bounding else None)
 
     # ------------------------------------------------------------ inside
+
+    def _is_held_back(self, request: Request, now_ms: int) -> bool:
+        """The lowest priorities begin on a pool that warms up only while it has room to spare."""
+        ramp_ratio = self._fleet.pool_ramp_ratio(request.model, now_ms)
+        return is_held_back(ramp_ratio, request.priority) and not self.is_idle(
+            request.model, now_ms
+        )
 
     def _kv_tokens(self, model: ModelName) -> int:
         return sum(
