@@ -81,11 +81,19 @@ class PoolLoads:
             return None
         if self._is_held_back(request, now_ms):
             warm_in_ms = self._fleet.pool(request.model, now_ms).warm_in_ms
+            wait_ms = min(WAIT_MS_MAX, max(WAIT_MS_MIN, warm_in_ms))
+            if request.workflow is not None and now_ms + wait_ms >= request.workflow_deadline_ms:
+                return Refuse(
+                    Reason.SHED_OVERLOAD,
+                    f"the engines of `{request.model}` are new and warm up with work of higher priority"
+                    " for longer than this workflow has time; send it later with a new deadline",
+                    is_final=True,
+                )
             return Refuse(
                 Reason.SHED_OVERLOAD,
                 f"the engines of `{request.model}` are new and warm up with work of higher priority;"
                 " come back when they are warm",
-                min(WAIT_MS_MAX, max(WAIT_MS_MIN, warm_in_ms)),
+                wait_ms,
             )
         if not self._working_sets.may_begin(request.model, request.prompt_tokens):
             return Refuse(
