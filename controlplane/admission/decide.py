@@ -5,7 +5,6 @@ Whether a workflow may begin at all is `load.py`, and for how long a call waits 
 The order is policy: the first that objects names the reason.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
@@ -59,10 +58,12 @@ def decide(request: Request, snapshot: Snapshot, terms: Terms, now_ms: int) -> D
     home = _home(request, snapshot.rows)
     rows = snapshot.rows
     if home is not None:
-        if waits_for_home(request, home, snapshot.cached, now_ms):
+        tokens = snapshot.cached.get(home.index, 0)
+        if _has_room(request, home, tokens, now_ms):
+            if _stays_home(request, home, tokens, now_ms):
+                rows = tuple(row for row in rows if row is home or row.role is Role.PREFILL)
+        elif _waits_for_home(request, home, tokens, now_ms):
             return Queue(Reason.QUEUE_FULL)
-        if stays_home(request, home, snapshot.cached, now_ms):
-            rows = tuple(row for row in rows if row is home or row.role is Role.PREFILL)
     outcome = place(request, rows, snapshot.cached, now_ms)
     if isinstance(outcome, Placement):
         return Admit(outcome)
@@ -112,28 +113,20 @@ def home_until_ms(request: Request, snapshot: Snapshot) -> float:
     return request.arrival_ms + _patience_ms(request, home, snapshot.cached.get(home.index, 0))
 
 
-def waits_for_home(
-    request: Request, home: EngineRow, cached: Mapping[int, int], now_ms: int
-) -> bool:
+def _waits_for_home(request: Request, home: EngineRow, cached_tokens: int, now_ms: int) -> bool:
     """Whether a call is better off waiting for its home, which is full, than on another engine."""
-    tokens = cached.get(home.index, 0)
-    if _has_room(request, home, tokens, now_ms):
-        return False
     if now_ms >= home.credits_expire_ms or home.seats_bound <= 0:
         return False
-    return now_ms - request.arrival_ms < _patience_ms(request, home, tokens)
+    return now_ms - request.arrival_ms < _patience_ms(request, home, cached_tokens)
 
 
-def stays_home(request: Request, home: EngineRow, cached: Mapping[int, int], now_ms: int) -> bool:
-    """Whether a call goes home without a look at other engines: it has room, and the first token would
-    come there within the time that is worth waiting for it.
+def _stays_home(request: Request, home: EngineRow, cached_tokens: int, now_ms: int) -> bool:
+    """Whether a call goes to its home, which has room, without a look at other engines: the first token
+    would come there within the time that is worth waiting for it.
     """
-    tokens = cached.get(home.index, 0)
-    if not _has_room(request, home, tokens, now_ms):
-        return False
-    forecast = Forecast(request, home, tokens, now_ms, WHOLE, 0.0)
+    forecast = Forecast(request, home, cached_tokens, now_ms, WHOLE, 0.0)
     queued_ms = now_ms - request.arrival_ms + forecast.ttft_ms - forecast.prefill_ms
-    return queued_ms < _patience_ms(request, home, tokens)
+    return queued_ms < _patience_ms(request, home, cached_tokens)
 
 
 def _rules_out(request: Request, terms: Terms, now_ms: int) -> Refuse | None:

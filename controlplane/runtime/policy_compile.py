@@ -10,14 +10,13 @@ import asyncio
 import contextlib
 import json
 import logging
-import os
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Final
 
 from controlplane.domain.errors import ConfigurationError
 from controlplane.runtime import policy_worker
+from controlplane.runtime.line_process import LineProcess
 from policies.evaluate import Policy, compile_policy
 from policies.load import Report, bundle_of
 
@@ -42,18 +41,17 @@ class PolicyCompiler:
     """One child at most. Belongs to one event loop; bundles are checked one after another."""
 
     def __init__(self, command: tuple[str, ...] = COMMAND) -> None:
-        self._command = command
-        self._child: asyncio.subprocess.Process | None = None
+        self._child = LineProcess(command, answer_bytes_max=ANSWER_BYTES_MAX)
         self._turn = asyncio.Lock()
 
     @property
     def pid(self) -> int | None:
-        return None if self._child is None else self._child.pid
+        return self._child.pid
 
     async def start(self) -> None:
         """Let the child load what it needs, so that the first bundle does not wait for that."""
         with contextlib.suppress(OSError):
-            await self._started()
+            await self._child.start()
 
     async def compile(self, files: Mapping[str, str], where: str = "") -> Policy:
         """The policy of a bundle. Raises ConfigurationError with file, rule, column and remedy."""
@@ -68,28 +66,17 @@ class PolicyCompiler:
 
     async def end(self) -> None:
         """End the child, if there is one."""
-        child, self._child = self._child, None
-        if child is None:
-            return
-        if child.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                child.kill()
-        await child.wait()
+        await self._child.end()
 
     async def _check(self, files: Mapping[str, str], where: str) -> Report:
         """Raises ConfigurationError; OSError, ValueError and TimeoutError when there is no answer."""
         asked = json.dumps({"files": dict(files), "where": where}).encode() + b"\n"
+        async with asyncio.timeout(CHECK_S_MAX):
+            answer = await self._child.ask(asked)
         try:
-            async with asyncio.timeout(CHECK_S_MAX):
-                child = await self._started()
-                assert child.stdin is not None
-                assert child.stdout is not None
-                child.stdin.write(asked)
-                await child.stdin.drain()
-                answer = await child.stdout.readline()
             told: dict[str, Any] = json.loads(answer)
-        except BaseException:
-            # It has ended, or whose answer comes next would not be known.
+        except ValueError:
+            # Whose answer comes next would not be known.
             await self.end()
             raise
         if "error" in told:
@@ -98,24 +85,3 @@ class PolicyCompiler:
             return Report(**{**told, "notes": tuple(told["notes"])})
         except (KeyError, TypeError) as error:
             raise ValueError("the process that checks bundles gave no report") from error
-
-    async def _started(self) -> asyncio.subprocess.Process:
-        if self._child is not None and self._child.returncode is not None:
-            await self.end()
-        if self._child is None:
-            self._child = await asyncio.create_subprocess_exec(
-                *self._command,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                env=_environment(),
-                limit=ANSWER_BYTES_MAX,
-            )
-        return self._child
-
-
-def _environment() -> dict[str, str]:
-    """What the child needs: the code, and nothing of what this process keeps secret."""
-    kept = {"PATH", "HOME", "LANG", "LD_LIBRARY_PATH", "TMPDIR", "VIRTUAL_ENV"}
-    path = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    own = {name: value for name, value in os.environ.items() if name in kept}
-    return {**own, "PYTHONPATH": os.pathsep.join(path)}

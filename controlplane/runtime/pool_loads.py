@@ -79,30 +79,9 @@ class PoolLoads:
         if room is None:
             # No engine at all: placement says why, and better.
             return None
-        if self._is_held_back(request, now_ms):
-            warm_in_ms = self._fleet.pool(request.model, now_ms).warm_in_ms
-            wait_ms = min(WAIT_MS_MAX, max(WAIT_MS_MIN, warm_in_ms))
-            if request.workflow is not None and now_ms + wait_ms >= request.workflow_deadline_ms:
-                return Refuse(
-                    Reason.SHED_OVERLOAD,
-                    f"the engines of `{request.model}` are new and warm up with work of higher priority"
-                    " for longer than this workflow has time; send it later with a new deadline",
-                    is_final=True,
-                )
-            return Refuse(
-                Reason.SHED_OVERLOAD,
-                f"the engines of `{request.model}` are new and warm up with work of higher priority;"
-                " come back when they are warm",
-                wait_ms,
-            )
-        if not self._working_sets.may_begin(request.model, request.prompt_tokens):
-            return Refuse(
-                Reason.SHED_OVERLOAD,
-                f"the contexts of running workflows fill the KV cache of `{request.model}`; come back"
-                " when some have ended",
-                WORKING_SET_RETRY_MS,
-            )
-        refuse = self.of(request.model).may_begin(request, room, now_ms)
+        refuse = self._rules_out(request, now_ms) or self.of(request.model).may_begin(
+            request, room, now_ms
+        )
         if refuse is None and request.workflow is not None:
             self._working_sets.begun(request.model, request.workflow, request.prompt_tokens)
         return refuse
@@ -112,11 +91,9 @@ class PoolLoads:
         room = self._room(request, now_ms)
         if room is None or not self._admission.is_shedding:
             return True
-        if self._is_held_back(request, now_ms):
-            return False
-        return self._working_sets.may_begin(request.model, request.prompt_tokens) and self.of(
-            request.model
-        ).would_begin(request, room, now_ms)
+        return self._rules_out(request, now_ms) is None and self.of(request.model).would_begin(
+            request, room, now_ms
+        )
 
     def is_idle(self, model: ModelName, now_ms: float) -> bool:
         """Whether a model has capacity to spare for work that can wait."""
@@ -182,6 +159,33 @@ class PoolLoads:
             self._fleet.use_stretch(model, ratio if admission.is_bounding else None)
 
     # ------------------------------------------------------------ inside
+
+    def _rules_out(self, request: Request, now_ms: int) -> Refuse | None:
+        """What speaks against a first step before the load is asked: a pool that warms up, a full KV cache."""
+        if self._is_held_back(request, now_ms):
+            warm_in_ms = self._fleet.pool(request.model, now_ms).warm_in_ms
+            wait_ms = min(WAIT_MS_MAX, max(WAIT_MS_MIN, warm_in_ms))
+            if request.workflow is not None and now_ms + wait_ms >= request.workflow_deadline_ms:
+                return Refuse(
+                    Reason.SHED_OVERLOAD,
+                    f"the engines of `{request.model}` are new and warm up with work of higher priority"
+                    " for longer than this workflow has time; send it later with a new deadline",
+                    is_final=True,
+                )
+            return Refuse(
+                Reason.SHED_OVERLOAD,
+                f"the engines of `{request.model}` are new and warm up with work of higher priority;"
+                " come back when they are warm",
+                wait_ms,
+            )
+        if not self._working_sets.may_begin(request.model, request.prompt_tokens):
+            return Refuse(
+                Reason.SHED_OVERLOAD,
+                f"the contexts of running workflows fill the KV cache of `{request.model}`; come back"
+                " when some have ended",
+                WORKING_SET_RETRY_MS,
+            )
+        return None
 
     def _is_held_back(self, request: Request, now_ms: int) -> bool:
         """The lowest priorities begin on a pool that warms up only while it has room to spare."""

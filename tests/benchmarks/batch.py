@@ -4,16 +4,13 @@ Thread CPU time, compiled where a compiler exists. Half of the seats are free, a
 engines that hold a part of its prompt.
 """
 
-import argparse
 import gc
-import json
 import random
-import subprocess
-import sys
 import time
 from statistics import median
 
-from tests.benchmarks.decision import CHILD_S_MAX, ROOT, fleet, full_index, requests
+from tests.benchmarks.decision import CHILD_S_MAX, fleet, full_index, requests
+from tests.benchmarks.variants import child_main, figures_of
 
 CALLS = 64
 ENGINES = 100
@@ -52,38 +49,10 @@ def measure() -> dict[str, float]:
     }
 
 
-def _in_child(variant: str) -> dict[str, float]:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.benchmarks.batch", "--variant", variant],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=CHILD_S_MAX,
-        check=True,
-    )
-    return json.loads(done.stdout)
-
-
 def run() -> dict[str, float]:
     """Flat keys: `batch_64x100_ms` compiled, absent without a compiler; `batch_pure_…` not."""
-    from controlplane.scheduler import compile as core
-
-    figures = {f"batch_pure_{key}": value for key, value in _in_child("pure").items()}
-    core.refresh()
-    if core.is_fresh():
-        figures |= {f"batch_{key}": value for key, value in _in_child("compiled").items()}
-    return figures
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--variant", choices=("pure", "compiled"), required=True)
-    if parser.parse_args().variant == "pure":
-        from controlplane.scheduler.compile import prefer_sources
-
-        prefer_sources()
-    json.dump(measure(), sys.stdout)
+    return figures_of("batch", CHILD_S_MAX)
 
 
 if __name__ == "__main__":
-    main()
+    child_main(__doc__, measure)

@@ -8,17 +8,13 @@ are walked before each, as in a process that relays between decisions. Cutting a
 happens once, where it is read, and has a figure of its own.
 """
 
-import argparse
 import gc
-import json
 import random
-import subprocess
-import sys
 import time
-from pathlib import Path
 from statistics import median, quantiles
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.benchmarks.variants import child_main, figures_of
+
 SIZES = (10, 100, 1000)
 REQUESTS = 64
 ROUNDS = {10: 2000, 100: 1000, 1000: 150}
@@ -235,38 +231,10 @@ def measure() -> dict[str, float]:
     return figures
 
 
-def _in_child(variant: str) -> dict[str, float]:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.benchmarks.decision", "--variant", variant],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=CHILD_S_MAX,
-        check=True,
-    )
-    return json.loads(done.stdout)
-
-
 def run() -> dict[str, float]:
     """Flat keys: `decision_100_p50_us` compiled, absent without a compiler; `decision_pure_…` not."""
-    from controlplane.scheduler import compile as core
-
-    figures = {f"decision_pure_{key}": value for key, value in _in_child("pure").items()}
-    core.refresh()
-    if core.is_fresh():
-        figures |= {f"decision_{key}": value for key, value in _in_child("compiled").items()}
-    return figures
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--variant", choices=("pure", "compiled"), required=True)
-    if parser.parse_args().variant == "pure":
-        from controlplane.scheduler.compile import prefer_sources
-
-        prefer_sources()
-    json.dump(measure(), sys.stdout)
+    return figures_of("decision", CHILD_S_MAX)
 
 
 if __name__ == "__main__":
-    main()
+    child_main(__doc__, measure)

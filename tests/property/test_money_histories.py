@@ -19,7 +19,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from controlplane.admission.budget import Hold, Unit, Window
 from controlplane.domain.errors import StateUnavailable
 from controlplane.domain.ids import ReplicaId
-from controlplane.runtime.accounts import Accounts, Held, Settlement
+from controlplane.runtime.accounts import Accounts, BudgetStore, Held, Settlement
 from controlplane.store import budgets, records, replicas
 from controlplane.store.budgets import BudgetRecord
 from controlplane.store.journal import Entry, Journal, OpenedRow, SettledRow
@@ -60,29 +60,11 @@ class Truth:
     ledger: dict[str, dict[str, int]]
 
 
-class Bank(Protocol):
+class Bank(BudgetStore, Protocol):
     """Where the money is."""
 
     busy: int
 
-    async def lease(
-        self,
-        engine: AsyncEngine,
-        budget_id: str,
-        replica_id: ReplicaId,
-        at_least: int,
-        wanted: int,
-        generation: int,
-    ) -> int: ...
-    async def surrender(
-        self,
-        engine: AsyncEngine,
-        budget_id: str,
-        replica_id: ReplicaId,
-        amount: int,
-        generation: int,
-    ) -> int: ...
-    async def read(self, engine: AsyncEngine, budget_id: str) -> BudgetRecord | None: ...
     async def open_accounts(self, seed: int) -> None: ...
     async def register(self, replica_id: str) -> int: ...
     async def write(self, replica_id: str, entries: Sequence[Entry]) -> None: ...

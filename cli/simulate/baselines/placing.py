@@ -1,11 +1,12 @@
 """What baselines have in common: who may be sent to, calls that find no engine, and own accounting."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from cli.simulate.contracts import Call, EngineView, Pushes
+from cli.simulate.contracts import Call, EngineView, Floor, Pushes
 
 
-class Placing(Pushes):
+class Placing(Pushes, ABC):
     """Pushes every call to an engine when it comes. Calls that find none wait for one to accept.
 
     A subclass says where: `choose` gets the engines that accept, never none of them. It may refuse the
@@ -21,8 +22,8 @@ class Placing(Pushes):
     def waiting(self) -> int:
         return len(self._homeless)
 
-    def choose(self, call: Call, engines: Sequence[EngineView]) -> int | None:
-        raise NotImplementedError
+    @abstractmethod
+    def choose(self, call: Call, engines: Sequence[EngineView]) -> int | None: ...
 
     def priority(self, call: Call) -> float:
         """What engines serve first is smallest; 0 for all is first come, first served."""
@@ -96,10 +97,9 @@ class Counting(Placing):
 
     ledger: Ledger
 
-    def arrived(self, call: Call) -> None:
-        if not hasattr(self, "ledger"):
-            self.ledger = Ledger(len(self.floor.engines))
-        super().arrived(call)
+    def begin(self, floor: Floor) -> None:
+        super().begin(floor)
+        self.ledger = Ledger(len(floor.engines))
 
     def uncached(self, call: Call, engine: int) -> int:
         return max(1, call.prompt_tokens - self.floor.cached_tokens(call, engine))
