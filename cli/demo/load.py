@@ -27,11 +27,18 @@ import math
 from dataclasses import dataclass
 from random import Random
 
+from cli.published import (
+    AGENT_STEPS,
+    CHAT_GAP_S,
+    CHAT_INPUT_TOKENS,
+    CHAT_OUTPUT_TOKENS,
+    CHAT_TURNS_MEAN,
+    CODING_GAP_S,
+    CODING_GROWTH_TOKENS,
+    CODING_OUTPUT_TOKENS,
+    CODING_STEPS,
+)
 from controlplane.domain.catalog import Scope
-
-# Quantiles of the standard normal distribution.
-_Z90 = 1.2816
-_Z99 = 2.3263
 
 # What a laptop's two cores carry, relative to the published sizes.
 PROMPT_TOKENS_SCALE = 1 / 16
@@ -61,30 +68,6 @@ _WORDS = (
 _BYTES_PER_TOKEN = 4
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Spread:
-    """A lognormal distribution by its median and `sigma`, the deviation of its logarithm."""
-
-    median: float
-    sigma: float
-
-    @classmethod
-    def through(cls, p50: float, p90: float) -> "Spread":
-        return cls(median=p50, sigma=math.log(p90 / p50) / _Z90)
-
-    def draw(self, random: Random) -> float:
-        return self.median * math.exp(self.sigma * random.gauss(0.0, 1.0))
-
-
-AGENT_STEPS = Spread(median=12, sigma=math.log(37 / 12) / _Z99)
-CODING_STEPS = Spread.through(2, 17)
-CODING_GROWTH_TOKENS = Spread.through(646, 3_510)
-CODING_OUTPUT_TOKENS = Spread.through(216, 898)
-CODING_GAP_S = Spread.through(9, 74)
-CHAT_OUTPUT_TOKENS = Spread.through(350, 597)
-CHAT_GAP_S = Spread.through(126, 486)
-CHAT_INPUT_TOKENS = Spread(median=6_909, sigma=math.sqrt(2 * math.log(12_035 / 6_909)))
-CHAT_TURNS_MEAN = 2.97
 _CHAT_TURNS_MIN = 2
 
 

@@ -29,15 +29,24 @@ from functools import lru_cache
 from random import Random
 from typing import Final
 
+from cli.published import (
+    AGENT_STEPS,
+    CHAT_GAP_S,
+    CHAT_INPUT_TOKENS,
+    CHAT_OUTPUT_TOKENS,
+    CHAT_TURNS_MEAN,
+    CODING_GAP_S,
+    CODING_GROWTH_TOKENS,
+    CODING_OUTPUT_TOKENS,
+    CODING_STEPS,
+    Z99,
+    Spread,
+)
 from cli.simulate.bounds import engine_work_s, gaps_s, isolated_s
 from cli.simulate.contracts import EngineSpec, FleetSpec, Plan, Step
 from cli.simulate.deadlines import SLACKS, Deadlines, deadline_s, mean
 from cli.simulate.fleets import REFERENCE
 from controlplane.domain.catalog import Scope
-
-# Quantiles of the standard normal distribution.
-_Z90: Final = 1.2816
-_Z99: Final = 2.3263
 
 # Context that a model is served with; agents compact what they carry before it is full.
 CONTEXT_TOKENS_MAX: Final = 110_000
@@ -50,7 +59,6 @@ TOOL_GAP_S_MAX: Final = 120.0
 HUMAN_GAP_S_MAX: Final = 600.0
 CHAT_TURNS_MAX: Final = 40
 CHAT_GOES_ON_RATIO: Final = 1_981 / 8_124
-CHAT_TURNS_MEAN: Final = 2.97
 
 TENANTS: Final = 24
 # Shares exp(-0.5 (rank - 1)^0.78): 30 % for the first, 77 % for five, 93 % for ten.
@@ -70,39 +78,17 @@ CLASS_SAMPLE: Final = 2_000
 CAPACITY_STRETCH: Final = 1.8
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Spread:
-    """A lognormal distribution by its median and `sigma`, the deviation of its logarithm."""
-
-    median: float
-    sigma: float
-
-    @classmethod
-    def through(cls, p50: float, p90: float) -> "Spread":
-        return cls(median=p50, sigma=math.log(p90 / p50) / _Z90)
-
-    def draw(self, random: Random) -> float:
-        return self.median * math.exp(self.sigma * random.gauss(0.0, 1.0))
-
-
-CODING_STEPS: Final = Spread.through(2, 17)
-CODING_GROWTH_TOKENS: Final = Spread.through(646, 3_510)
-CODING_OUTPUT_TOKENS: Final = Spread.through(216, 898)
-CODING_GAP_S: Final = Spread.through(9, 74)
 # Published contexts, less the shared prefix: p50 103.7 k, p90 233.6 k.
 CODING_HISTORY_TOKENS: Final = Spread.through(89_400, 219_300)
 # Kinds of bounded agents: steps, and the probability that a result is good enough. Only the medians of the
 # second are published: it is taken to spread like the third.
 BOUNDED_KINDS: Final = (
-    (Spread(median=12, sigma=math.log(37 / 12) / _Z99), 0.650),
-    (Spread(median=33, sigma=math.log(120 / 47) / _Z99), 0.648),
-    (Spread(median=47, sigma=math.log(120 / 47) / _Z99), 0.706),
+    (AGENT_STEPS, 0.650),
+    (Spread(median=33, sigma=math.log(120 / 47) / Z99), 0.648),
+    (Spread(median=47, sigma=math.log(120 / 47) / Z99), 0.706),
 )
 BOUNDED_TASK_TOKENS: Final = Spread.through(1_500, 4_000)
-CHAT_INPUT_TOKENS: Final = Spread(median=6_909, sigma=math.sqrt(2 * math.log(12_035 / 6_909)))
 CHAT_GROWTH_TOKENS: Final = Spread.through(476, 4_640)
-CHAT_OUTPUT_TOKENS: Final = Spread.through(350, 597)
-CHAT_GAP_S: Final = Spread.through(126, 486)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
