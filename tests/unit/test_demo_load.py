@@ -6,6 +6,7 @@ from random import Random
 
 import pytest
 
+from cli import published
 from cli.demo import load
 from cli.demo.cost import cost_per_success_usd, fleet_usd_per_hour
 from cli.demo.load import TenantLoad, arrivals_s, plan_load, shares, text
@@ -65,17 +66,17 @@ def quantile(values: list[float], share: float) -> float:
 @pytest.mark.parametrize(
     ("spread", "p50", "share", "upper"),
     [
-        (load.AGENT_STEPS, 12, 0.99, 37),
-        (load.CODING_STEPS, 2, 0.9, 17),
-        (load.CODING_GROWTH_TOKENS, 646, 0.9, 3_510),
-        (load.CODING_OUTPUT_TOKENS, 216, 0.9, 898),
-        (load.CODING_GAP_S, 9, 0.9, 74),
-        (load.CHAT_OUTPUT_TOKENS, 350, 0.9, 597),
-        (load.CHAT_GAP_S, 126, 0.9, 486),
+        (published.AGENT_STEPS, 12, 0.99, 37),
+        (published.CODING_STEPS, 2, 0.9, 17),
+        (published.CODING_GROWTH_TOKENS, 646, 0.9, 3_510),
+        (published.CODING_OUTPUT_TOKENS, 216, 0.9, 898),
+        (published.CODING_GAP_S, 9, 0.9, 74),
+        (published.CHAT_OUTPUT_TOKENS, 350, 0.9, 597),
+        (published.CHAT_GAP_S, 126, 0.9, 486),
     ],
 )
 def test_spreads_pass_through_the_published_quantiles(
-    spread: load.Spread, p50: float, share: float, upper: float
+    spread: published.Spread, p50: float, share: float, upper: float
 ) -> None:
     random = Random(11)
     values = [spread.draw(random) for _ in range(DRAWS)]
@@ -85,7 +86,7 @@ def test_spreads_pass_through_the_published_quantiles(
 
 def test_chat_input_has_the_published_mean() -> None:
     random = Random(13)
-    values = [load.CHAT_INPUT_TOKENS.draw(random) for _ in range(DRAWS)]
+    values = [published.CHAT_INPUT_TOKENS.draw(random) for _ in range(DRAWS)]
     assert statistics.mean(values) == pytest.approx(12_035, rel=0.05)
 
 
