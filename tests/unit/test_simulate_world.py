@@ -1,6 +1,9 @@
 """The simulated world: repeatable, nothing leaks, dollars add up, and the live decision code plays in it."""
 
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -27,6 +30,7 @@ from controlplane.domain.decision import Refuse
 from tests.decision_builders import H100, LLAMA_70B_FP8
 
 SPEC = EngineSpec(name="e", model=LLAMA_70B_FP8, gpu=H100, gpus=4)
+ROOT = Path(__file__).resolve().parents[2]
 HORIZON_S = 80.0
 FAULTS = (
     EngineDeath(at_s=20.0, engine=0),
@@ -244,14 +248,32 @@ def test_an_engine_that_is_stopped_drains_and_is_paid_no_longer() -> None:
     assert result.wasted_usd[Waste.COLD_START] == pytest.approx(cold_s * per_s, rel=1e-6)
 
 
-@pytest.mark.parametrize("part", ["order", "bound", "shedding", "home", "externality", "workflow"])
-def test_each_part_can_be_taken_away_and_changes_what_happens(part: str) -> None:
+def check_without(part: str) -> None:
     plans = workload(11, 8.0)
     whole = play(plans, fleet(2), Headway(), options())
     rest = play(plans, fleet(2), Headway(without(part)), options())
     check(rest)
     assert rest.digest != whole.digest
     assert rest.strategy == f"headway-no-{part}"
+
+
+@pytest.mark.parametrize("part", ["order", "bound", "shedding", "home"])
+def test_each_part_can_be_taken_away_and_changes_what_happens(part: str) -> None:
+    check_without(part)
+
+
+@pytest.mark.parametrize("part", ["externality", "workflow"])
+def test_each_part_of_placement_can_be_taken_away_and_changes_what_happens(part: str) -> None:
+    # In a process that takes the sources of the core, whether it was compiled or not.
+    program = (
+        "from controlplane.scheduler.compile import prefer_sources; prefer_sources();"
+        "from tests.unit.test_simulate_world import check_without;"
+        f"check_without({part!r})"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=100, check=False
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
 
 
 def test_what_is_refused_at_the_first_step_was_never_begun_and_what_began_is_not_refused() -> None:
