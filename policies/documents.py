@@ -196,7 +196,7 @@ class Admission(_Document):
     is_shedding: bool = True
     is_bounding: bool = True
     tpot_stretch_ratio_max: Annotated[float, Field(gt=1, le=10)] = 2.5
-    tpot_stretch_ratio_min: Annotated[float, Field(gt=1, le=10)] = 1.5
+    tpot_stretch_ratio_min: Annotated[float, Field(gt=1, le=10)] = 1.1
     fairness_lead_calls: Annotated[float, Field(ge=0, le=1_000_000)] = 4.0
     queue_classes: Annotated[dict[Name, QueueClass], Field(min_length=1, max_length=NAMES_MAX)] = (
         QUEUE_CLASSES

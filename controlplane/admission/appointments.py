@@ -95,6 +95,10 @@ class Appointments:
         booked.seats += seats
         return int(wait_ms)
 
+    def is_known(self, key: str) -> bool:
+        """Whether `key` was told to come back, and may still."""
+        return key in self._by_key
+
     def is_due(self, key: str, now_ms: int) -> bool:
         appointment = self._by_key.get(key)
         return appointment is not None and now_ms >= appointment.due_ms - EARLY_MS

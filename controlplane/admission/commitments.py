@@ -41,11 +41,12 @@ class SeatTime:
         self._ms_per_token: float | None = None
 
     @staticmethod
-    def _tokens(request: Request) -> float:
+    def tokens(request: Request) -> float:
+        """What one call is expected to take, in completion tokens."""
         return request.completion_tokens_expected + PROMPT_TOKEN_RATIO * request.prompt_tokens
 
     def learn(self, request: Request, seat_ms: float) -> None:
-        observed = seat_ms / max(1.0, self._tokens(request))
+        observed = seat_ms / max(1.0, self.tokens(request))
         known = self._ms_per_token
         self._ms_per_token = (
             observed if known is None else known + SEAT_TIME_GAIN * (observed - known)
@@ -55,7 +56,7 @@ class SeatTime:
         """Expected seat time of one call; `otherwise_ms` before any call has ended."""
         if self._ms_per_token is None:
             return otherwise_ms
-        return max(1.0, self._ms_per_token * self._tokens(request))
+        return max(1.0, self._ms_per_token * self.tokens(request))
 
 
 class Gaps:

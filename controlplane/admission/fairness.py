@@ -10,6 +10,10 @@ deadlines are the caller's own claim. So two tenants that both wait never drift 
 the lead and one call, and the tenant with the least counter is passed over for a bounded amount
 of work only.
 
+That is how it is while deadlines are missed, for then somebody's must be, and fairness decides whose. While
+nearly all can be kept, the earliest first keeps them, and holding a tenant back would only make some
+late: the lead goes with the square of how rarely they are missed.
+
 A tenant that comes back is lifted to the virtual time, less CREDIT_CALLS mean calls: it can not save
 up service for an attack, but one that asks for less than its share stays below those that ask
 for more, and goes before them.
@@ -30,6 +34,12 @@ from xxhash import xxh3_64_intdigest
 COMPLETION_WEIGHT: Final = 2
 LEAD_CALLS: Final = 4.0
 CREDIT_CALLS: Final = 32.0
+# While this share of calls misses its deadline, or is about to, the lead is LEAD_CALLS.
+MISSED_RATIO: Final = 0.2
+MISSED_RATIO_MIN: Final = 0.001
+# Where most are missed it is this part of them.
+LEAD_RATIO_MIN: Final = 0.5
+MISSED_GAIN: Final = 0.02
 # How much one call moves the mean that lead and credit are measured in.
 MEAN_GAIN: Final = 0.05
 
@@ -107,8 +117,8 @@ class FairFlows(Generic[_T]):
     """
 
     __slots__ = (
-        "_by_counter", "_exact", "_flows", "_heads", "_least", "_leeway", "_numbers", "busy", "count",
-        "mean_charge", "virtual",
+        "_by_counter", "_exact", "_flows", "_heads", "_least", "_leeway", "_missed_ratio", "_numbers", "busy",
+        "count", "mean_charge", "virtual",
     )  # fmt: skip
 
     def __init__(self, leeway: Leeway = LEEWAY) -> None:
@@ -118,12 +128,27 @@ class FairFlows(Generic[_T]):
         self._by_counter: list[tuple[float, int, Flow[_T]]] = []
         self.busy: dict[FlowKey, Flow[_T]] = {}
         self._numbers = 0
+        self._missed_ratio = MISSED_RATIO
         self._exact = 0
         # The least counter among those that `first` could choose from.
         self._least = 0.0
         self.count = 0
         self.virtual = 0.0
         self.mean_charge = 0.0
+
+    @property
+    def lead_calls(self) -> float:
+        """How far deadlines may go before fairness now, in mean calls."""
+        spared = MISSED_RATIO / max(self._missed_ratio, MISSED_RATIO_MIN)
+        return self._leeway.lead_calls * max(LEAD_RATIO_MIN, spared * spared)
+
+    def judge(self, *, is_missed: bool) -> None:
+        """A call missed its deadline, or kept it; or it came and would, by what is due before it."""
+        self._missed_ratio += MISSED_GAIN * (is_missed - self._missed_ratio)
+
+    def due_before(self, turn: tuple[float, int]) -> int:
+        """Calls that are due before this one, whosever."""
+        return sum(bisect_left(flow.turns, turn) for flow in self.busy.values())
 
     def key_of(self, tenant: str) -> FlowKey:
         """The flow that a call of `tenant` joins now: its own while there is one, else its hand's shortest."""
@@ -163,7 +188,7 @@ class FairFlows(Generic[_T]):
             if last.turns[last.asked].wants in stuck:
                 self._skip(last, stuck)
                 continue
-            most = self._least + self._leeway.lead_calls * self.mean_charge
+            most = self._least + self.lead_calls * self.mean_charge
             turn, flow = next(head for head in self._heads if head[1].counter <= most)
             if turn.wants in stuck:
                 self._skip(flow, stuck)
@@ -210,10 +235,11 @@ class FairFlows(Generic[_T]):
         known = mine or self._flows.get(key)
         counter = self.virtual if known is None else known.counter
         mean = self.mean_charge or 1.0
+        lead_calls = self.lead_calls
         ahead = own
         for flow in self.busy.values():
             if flow is not mine:
-                fair = own + self._leeway.lead_calls + (counter - flow.counter) / mean
+                fair = own + lead_calls + (counter - flow.counter) / mean
                 ahead += min(bisect_left(flow.turns, turn), max(0, int(fair)))
         return ahead
 

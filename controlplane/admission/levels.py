@@ -43,9 +43,14 @@ def rank(request: Request, work_ms: float) -> int:
     """
     worth = worth_micro_usd_per_s(request, work_ms)
     step = int(log2(max(worth, WORTH_LEAST) / WORTH_LEAST) * WORTH_STEPS_PER_DOUBLING)
-    share = crc32((request.workflow or request.id).encode()) % SHARES
+    share = share_of(request)
     priority = max(0, min(PRIORITIES - 1, request.priority))
     return (priority * WORTHS + max(0, min(WORTHS - 1, step))) * SHARES + share
+
+
+def share_of(request: Request) -> int:
+    """0..SHARES - 1, the same for all calls of a workflow: who of those that are worth the same is let in."""
+    return crc32((request.workflow or request.id).encode()) % SHARES
 
 
 class Levels:

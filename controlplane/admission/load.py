@@ -1,14 +1,18 @@
-"""May a workflow begin on a pool now: promises kept to those that began, worth, and what is booked.
+"""May a workflow begin on a pool now: by the price of the pool's time, and before that is known by promises.
 
 The one place where load refuses. It is asked for first steps only; what has begun is carried to its
-end. Knows no clock and no engine, only how many seats there are.
+end. Once enough has asked and ended, the prices that clear the demand (`bids.py`) decide. Before, it
+is promises: what is begun needs seats until its deadline, and more than there are is not promised.
+Knows no clock and no engine, only how many seats there are.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from math import exp, sqrt
+from math import erf, exp, log, log2, sqrt
 from typing import Final
 
 from controlplane.admission.appointments import WAIT_MS_MAX, WAIT_MS_MIN, Appointments
+from controlplane.admission.bids import Bids, worth_level
 from controlplane.admission.commitments import (
     IDLE_GAPS,
     IDLE_MS,
@@ -24,7 +28,10 @@ from controlplane.admission.levels import (
     WORTHS,
     Levels,
     rank,
+    share_of,
 )
+from controlplane.admission.sizes import Size, Sizes
+from controlplane.admission.tabs import Tab, Tabs
 from controlplane.domain.decision import Reason, Refuse
 from controlplane.domain.request import Request
 
@@ -58,8 +65,50 @@ MISSED_RATIO_HIGH: Final = 0.02
 # kept, less while promises are broken.
 STRETCH_DOWN_RATIO: Final = 0.93
 STRETCH_UP_RATIO: Final = 1.005
+MICRO_USD_PER_USD: Final = 1e6
+SQRT_2: Final = sqrt(2.0)
 # After a broken promise nothing is loosened for this long: those that it was made to are still there.
 CAUTION_MS: Final = 10_000
+
+# How far calls may stretch each other, as the prices weigh it.
+STRETCHES: Final = (1.1, 1.2, 1.35, 1.5, 1.65, 1.8, 2.0, 2.25, 2.5, 3.0, 4.0)
+STRETCH_STEP_RATIO: Final = 1.1
+# Before they can tell.
+STRETCH_FIRST: Final = 1.5
+# How many times longer than alone calls take before any has ended.
+SLOWED_FIRST: Final = 1.5
+SLOWED_PRIOR: Final = 0.2
+SLOWED_GAIN: Final = 0.05
+# Calls slow each other down by so many times what their stretch says at most: who ends late at that has a
+# deadline that nothing could keep, and is no reason to empty engines.
+SLOWED_EXCESS_MAX: Final = 2.5
+# What workflows tolerate is known only as well as their sizes: deviation of its logarithm.
+TOLERANCE_SIGMA: Final = 0.25
+TOLERANCE_LEAST: Final = 0.1
+CALL_GAIN: Final = 0.02
+# A workflow that can not spare the time of this many calls does not wait until one ends.
+URGENT_CALLS: Final = 1.5
+# Prices follow demand over minutes. When more than so many times the seats is promised already, what is asked
+# for must be worth more by so many levels for each doubling.
+PROMISED_RATIO: Final = 2.0
+SURGE_LEVELS: Final = 6.0
+# Who holds less than its part of a pool does not pay for a flood: when so many times more is asked for than
+# there is room for, its worth is doubled, and once more for each time that this doubles.
+FLOOD_RATIO: Final = 2.5
+FLOOD_DOUBLINGS_MAX: Final = 6.0
+# The price follows what the pool turns out to do: less is let in while workflows end late that waited
+# for this share of their time, more while seats stand empty although somebody is refused.
+WAITED_RATIO: Final = 0.2
+LATE_RATIO_HIGH: Final = 0.05
+LATE_GAIN: Final = 0.02
+# Clients hang up when their own deadline comes, a moment before ours.
+LATE_MS: Final = 500
+YIELD_DOWN: Final = 0.98
+YIELD_UP: Final = 1.02
+YIELD_MIN: Final = 0.9
+YIELD_MAX: Final = 1.15
+# So many times in a window of demand.
+YIELD_MOVES: Final = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,12 +150,19 @@ class _Begun:
         return self._work_ms * exp((self._at_ms - now_ms) / BEGUN_MS) / BEGUN_MS
 
 
+def stretch_first(stretch_ratio_min: float, stretch_ratio_max: float) -> float:
+    """How far calls may stretch each other before prices can tell."""
+    return min(stretch_ratio_max, max(STRETCH_FIRST, stretch_ratio_min))
+
+
 class PoolLoad:
     """One pool's load as this replica causes it. Owned by one task."""
 
     __slots__ = (
-        "_begun", "_careful_until_ms", "_full_refusals", "_idle_refusals", "_late", "_on_time", "_window_ms",
-        "appointments", "commitments", "committed_ratio", "gaps", "levels", "seat_time", "stretch_ratio",
+        "_alone_ms", "_begun", "_call_ms", "_careful_until_ms", "_full_refusals", "_idle_refusals", "_late",
+        "_on_time", "_seat_ms", "_slowed_log", "_slowed_var", "_waited_late", "_window_ms", "_yield_ms",
+        "appointments", "bids", "commitments", "committed_ratio", "gaps", "levels", "seat_time", "sizes",
+        "stretch_ratio", "tabs", "yield_ratio",
     )  # fmt: skip
 
     def __init__(self, stretch_ratio: float) -> None:
@@ -124,6 +180,19 @@ class PoolLoad:
         self._careful_until_ms = 0
         self._late = 0
         self._on_time = 0
+        self.sizes = Sizes()
+        self.bids = Bids()
+        self.tabs = Tabs()
+        # Work that the pool does, over what its seats should.
+        self.yield_ratio = 1.0
+        self._yield_ms = 0
+        self._waited_late = 0.0
+        # A call's time on its engine; and of all calls that, and what it would be on an empty engine.
+        self._call_ms = 0.0
+        self._seat_ms = SLOWED_FIRST
+        self._alone_ms = 1.0
+        # How much longer than alone workflows take at the present stretch: its logarithm.
+        self._slowed_log = log(stretch_ratio)
 
     @property
     def price_micro_usd_per_s(self) -> float:
@@ -131,6 +200,8 @@ class PoolLoad:
 
         0 while nobody does. This is the measured price of saturation.
         """
+        if self.bids.clearing is not None:
+            return self.bids.price_micro_usd_per_s
         tier = self.appointments.tier_highest
         if tier < 0:
             return 0.0
@@ -140,11 +211,17 @@ class PoolLoad:
 
     def may_begin(self, request: Request, room: Room, now_ms: int) -> Refuse | None:
         """None when the workflow may begin, and then it is committed to. Asked once per arrival."""
+        size = self._size(request, now_ms)
+        if size is not None and not self.appointments.is_known(_key(request)):
+            self._bid(request, size, now_ms)
+        if self.bids.clearing is not None and size is not None:
+            return self._cleared(request, size, room, now_ms)
         asked = self._ask(request, room, now_ms)
         is_in_rank = self.levels.admits(asked.rank)
         if asked.may_begin and (is_in_rank or asked.is_due):
             self.appointments.keep(_key(request))
             self.commitments.put(_held_as(request), asked.commitment, now_ms)
+            self._open(request, size, now_ms)
             self._begun.setdefault(request.priority, _Begun()).add(asked.commitment.work_ms, now_ms)
             return None
         if room.busy_ratio < BUSY_RATIO_WANTED:
@@ -155,6 +232,9 @@ class PoolLoad:
 
     def would_begin(self, request: Request, room: Room, now_ms: int) -> bool:
         """What `may_begin` would say, without committing to anything."""
+        size = self._size(request, now_ms)
+        if self.bids.clearing is not None and size is not None:
+            return self._is_worth(request, size, room)
         asked = self._ask(request, room, now_ms)
         return asked.may_begin and (asked.rank >= self.levels.cursor or asked.is_due)
 
@@ -202,6 +282,175 @@ class PoolLoad:
             # A pool without anybody takes one always: no workflow is too large to be ever begun.
             may_begin=may_begin or not len(self.commitments),
         )
+
+    # ------------------------------------------------------------ by price
+
+    def _size(self, request: Request, now_ms: int) -> Size | None:
+        return self.sizes.of(
+            request.tenant,
+            request.scope,
+            request.priority,
+            given_ms=request.workflow_deadline_ms - now_ms,
+            tokens=_tokens(request),
+        )
+
+    def _bid(self, request: Request, size: Size, now_ms: int) -> None:
+        self.bids.asked(
+            priority=request.priority,
+            value_micro_usd=request.value_micro_usd,
+            work_ms=size.work_ms,
+            tolerance=size.tolerance,
+            given_ms=request.workflow_deadline_ms - now_ms,
+            now_ms=now_ms,
+        )
+
+    def _is_worth(self, request: Request, size: Size, room: Room) -> bool:
+        """Whether the workflow is worth the pool's time at its price."""
+        clearing = self.bids.clearing
+        level = float(worth_level(request.value_micro_usd, size.work_ms))
+        shares, total = self.commitments.shares, self.commitments.seats()
+        is_below_part = shares.seats(request.tenant) < shares.part(request.tenant) * total
+        if clearing is not None and clearing.load_ratio > FLOOD_RATIO and is_below_part:
+            doublings = 1.0 + log2(clearing.load_ratio / FLOOD_RATIO)
+            level += WORTH_STEPS_PER_DOUBLING * min(FLOOD_DOUBLINGS_MAX, doublings)
+        crowd = total / max(1.0, PROMISED_RATIO * room.seats)
+        if crowd > 1.0:
+            level -= SURGE_LEVELS * log2(crowd)
+        rank_here = int(level * SHARES) + share_of(request)
+        return self.bids.admits(request.priority, rank_here)
+
+    def _cleared(self, request: Request, size: Size, room: Room, now_ms: int) -> Refuse | None:
+        """What the price says. A pool without anybody takes one always."""
+        self.commitments.shares.asked(request.tenant, request.weight, now_ms)
+        if self._is_worth(request, size, room) or not len(self.commitments):
+            self.appointments.keep(_key(request))
+            work_ms = self._work_ms(request, room)
+            self.commitments.put(
+                _held_as(request), self._commitment(request, work_ms, now_ms), now_ms
+            )
+            self._open(request, size, now_ms)
+            return None
+        if room.busy_ratio < BUSY_RATIO_WANTED:
+            self._idle_refusals += 1
+        else:
+            self._full_refusals += 1
+        price = self.bids.price_micro_usd_per_s / MICRO_USD_PER_USD
+        detail = (
+            f"`{request.model}` is overloaded: a second of it is worth {price:.4f} USD to others, and this"
+            f" workflow needs about {size.work_ms / 1000:.1f} s"
+        )
+        if request.workflow is None:
+            return Refuse(Reason.SHED_OVERLOAD, f"{detail}; come back in a minute", WAIT_MS_MAX)
+        return Refuse(
+            Reason.SHED_OVERLOAD,
+            f"{detail}; send it later with a new deadline",
+            is_final=True,
+        )
+
+    def _open(self, request: Request, size: Size | None, now_ms: int) -> None:
+        """Keep a tab of what the workflow takes; who can not wait for a seat is known from the beginning."""
+        is_urgent = size is not None and 0.0 <= size.slack_ms < URGENT_CALLS * self._call_ms
+        self.tabs.open(
+            _held_as(request),
+            Tab(
+                tenant=request.tenant,
+                scope=request.scope,
+                priority=request.priority,
+                begun_ms=now_ms,
+                deadline_ms=request.workflow_deadline_ms,
+                tokens=_tokens(request),
+                is_urgent=is_urgent,
+                tolerance=None if size is None else size.tolerance,
+            ),
+        )
+
+    def is_urgent(self, request: Request) -> bool:
+        """Whether a call's workflow can not spare the time until a seat is free."""
+        tab = self.tabs.get(_held_as(request))
+        return tab is not None and tab.is_urgent
+
+    def waited(self, request: Request, wait_ms: float) -> None:
+        """A call left the queue for an engine."""
+        tab = self.tabs.get(_held_as(request))
+        if tab is not None:
+            tab.waited_ms += wait_ms
+
+    def served(self, request: Request, *, seat_ms: float, alone_ms: float) -> None:
+        """A call held its seat for `seat_ms`; alone it would have for `alone_ms`."""
+        self.seat_time.learn(request, seat_ms)
+        gain = CALL_GAIN if self._call_ms else 1.0
+        self._call_ms += gain * (seat_ms - self._call_ms)
+        tab = self.tabs.get(_held_as(request))
+        if tab is not None:
+            tab.busy_ms += seat_ms
+            tab.work_ms += alone_ms
+        if alone_ms <= 0.0:
+            return
+        self._seat_ms += seat_ms - CALL_GAIN * self._seat_ms
+        self._alone_ms += alone_ms - CALL_GAIN * self._alone_ms
+
+    def _close(self, key: str, now_ms: int, *, is_whole: bool) -> None:
+        """A workflow has ended: what it took is learned when that is all that it wanted, or more than thought."""
+        tab = self.tabs.close(key)
+        if tab is None:
+            return
+        given_ms = float(tab.deadline_ms - tab.begun_ms)
+        is_late = now_ms >= tab.deadline_ms - LATE_MS
+        if is_whole or is_late:
+            waited_too_long = is_late and tab.waited_ms > WAITED_RATIO * given_ms
+            self._waited_late += LATE_GAIN * (waited_too_long - self._waited_late)
+            if tab.tolerance is not None:
+                self._learn_slowed(tab.tolerance, is_kept=not is_late)
+        if tab.work_ms <= 0.0:
+            return
+        if not is_whole:
+            known = self.sizes.of(
+                tab.tenant, tab.scope, tab.priority, given_ms=given_ms, tokens=tab.tokens
+            )
+            if known is None or tab.work_ms <= known.work_ms:
+                return
+        pauses_ms = max(0.0, now_ms - tab.begun_ms - tab.busy_ms - tab.waited_ms)
+        self.sizes.learn(
+            tab.tenant,
+            tab.scope,
+            tab.priority,
+            given_ms=given_ms,
+            tokens=tab.tokens,
+            work_ms=tab.work_ms,
+            tolerance=(given_ms - pauses_ms) / tab.work_ms,
+        )
+
+    def _slowed(self, ratio: float, stretch_ratio: float) -> float:
+        """What takes `ratio` times longer than alone at the present stretch, at another: what calls do to
+        each other goes with how many there are. Near 1 that says little, and it is taken to be as published.
+        """
+        told = self.stretch_ratio - 1.0
+        each = (max(0.0, ratio - 1.0) + SLOWED_PRIOR) / (told + SLOWED_PRIOR)
+        return 1.0 + each * (stretch_ratio - 1.0)
+
+    def _in_time_ratio(self, stretch_ratio: float, tolerance: float) -> float:
+        """The probability that calls which may take `tolerance` times longer than alone do not take more."""
+        slowed = self._slowed(exp(self._slowed_log), stretch_ratio)
+        return _normal(log(tolerance / slowed) / TOLERANCE_SIGMA)
+
+    def _learn_slowed(self, tolerance: float, *, is_kept: bool) -> None:
+        """A workflow that tolerated so much ended in time, or did not: by how much were calls slowed down?
+
+        Stochastic approximation of a probit model's place. Those that did not end have no times to measure,
+        so it is learned from outcomes. Who tolerates far more or far less says nothing of it.
+        """
+        off = (log(max(tolerance, TOLERANCE_LEAST)) - self._slowed_log) / TOLERANCE_SIGMA
+        step = exp(-0.5 * off * off) * (_normal(off) - is_kept)
+        most = log(1.0 + SLOWED_EXCESS_MAX * (self.stretch_ratio - 1.0))
+        self._slowed_log = min(most, max(0.0, self._slowed_log + SLOWED_GAIN * step))
+
+    def _work_per_ms(self, seats: float, stretch_ratio: float) -> float:
+        """Work that is done in a millisecond on so many seats, which slow each other down."""
+        return (
+            self.yield_ratio * seats / self._slowed(self._seat_ms / self._alone_ms, stretch_ratio)
+        )
+
+    # ------------------------------------------------------------ by promises
 
     def _seats_begun(self, priority: int, now_ms: int) -> float:
         """The rate at which work of this priority and below is begun, measured while it is short."""
@@ -269,6 +518,8 @@ class PoolLoad:
     def step_ended(self, request: Request, room: Room, now_ms: int) -> None:
         """A call of a workflow has ended; the steps after it are still promised."""
         steps_left = request.steps_expected - request.step - 1
+        if request.workflow is None:
+            self._close(_held_as(request), now_ms, is_whole=True)
         if request.workflow is None or steps_left <= 0:
             self.commitments.end(_held_as(request), now_ms)
             return
@@ -277,7 +528,14 @@ class PoolLoad:
 
     def dropped(self, request: Request, now_ms: int) -> None:
         """A workflow that could not begin, or ended."""
+        self._close(_held_as(request), now_ms, is_whole=False)
         self.commitments.end(_held_as(request), now_ms)
+
+    def workflow_ended(self, key: str, now_ms: int) -> None:
+        """A workflow has ended, by its tenant's word."""
+        tab = self.tabs.get(key)
+        self._close(key, now_ms, is_whole=tab is not None and now_ms <= tab.deadline_ms)
+        self.commitments.end(key, now_ms)
 
     def ended(self, *, is_in_time: bool) -> None:
         """A call that was let in has ended, in time or not."""
@@ -286,14 +544,27 @@ class PoolLoad:
 
     # ------------------------------------------------------------ time
 
-    def tick(self, now_ms: int, stretch_ratio_min: float, stretch_ratio_max: float) -> None:
-        """Several times a second."""
+    def tick(
+        self,
+        now_ms: int,
+        stretch_ratio_min: float,
+        stretch_ratio_max: float,
+        seats_at: Callable[[float], float] | None = None,
+    ) -> None:
+        """Several times a second. `seats_at` tells the seats that there are at a stretch."""
         self.levels.tick(now_ms)
         self.commitments.tick(now_ms)
         self.appointments.tick(now_ms)
         if now_ms >= self._window_ms:
             self._window_ms = now_ms + WINDOW_MS
-            self._move(now_ms, stretch_ratio_min, stretch_ratio_max)
+            self.tabs.tick(now_ms)
+            if seats_at is not None:
+                self._clear(now_ms, stretch_ratio_min, stretch_ratio_max, seats_at)
+            if self.bids.clearing is not None:
+                self._follow(now_ms, stretch_ratio_min, stretch_ratio_max)
+            else:
+                least = stretch_first(stretch_ratio_min, stretch_ratio_max)
+                self._move(now_ms, least, stretch_ratio_max)
 
     def _move(self, now_ms: int, stretch_ratio_min: float, stretch_ratio_max: float) -> None:
         """What may be promised, and how many calls run at once, by what the last second showed."""
@@ -310,6 +581,42 @@ class PoolLoad:
             stretch *= STRETCH_UP_RATIO
         self.stretch_ratio = min(stretch_ratio_max, max(stretch_ratio_min, stretch))
         self._idle_refusals = self._full_refusals = self._late = self._on_time = 0
+
+    def _clear(
+        self,
+        now_ms: int,
+        stretch_ratio_min: float,
+        stretch_ratio_max: float,
+        seats_at: Callable[[float], float],
+    ) -> None:
+        stretches = [each for each in STRETCHES if stretch_ratio_min <= each <= stretch_ratio_max]
+        self.bids.clear(
+            now_ms,
+            stretches or [stretch_ratio_min],
+            lambda stretch: self._work_per_ms(seats_at(stretch), stretch),
+            self._in_time_ratio,
+        )
+
+    def _follow(self, now_ms: int, stretch_ratio_min: float, stretch_ratio_max: float) -> None:
+        """Go towards the wanted stretch, and learn what the pool really does."""
+        clearing = self.bids.clearing
+        assert clearing is not None
+        wanted = min(stretch_ratio_max, max(stretch_ratio_min, clearing.stretch_ratio))
+        most = self.stretch_ratio * STRETCH_STEP_RATIO
+        least = max(stretch_ratio_min, self.stretch_ratio / STRETCH_STEP_RATIO)
+        stretch = min(most, max(least, wanted))
+        if stretch != self.stretch_ratio:
+            self._slowed_log = log(self._slowed(exp(self._slowed_log), stretch))
+            self.stretch_ratio = stretch
+        if now_ms < self._yield_ms:
+            return
+        self._yield_ms = now_ms + int(self.bids.window_ms / YIELD_MOVES)
+        if self._waited_late > LATE_RATIO_HIGH:
+            self.yield_ratio = max(YIELD_MIN, self.yield_ratio * YIELD_DOWN)
+        elif self._idle_refusals > self._full_refusals:
+            self.yield_ratio = min(YIELD_MAX, self.yield_ratio * YIELD_UP)
+        self._late = self._on_time = 0
+        self._idle_refusals = self._full_refusals = 0
 
     # ------------------------------------------------------------ inside
 
@@ -334,11 +641,21 @@ class PoolLoad:
         )
 
 
+def _normal(deviations: float) -> float:
+    """The cumulative normal distribution."""
+    return 0.5 * (1.0 + erf(deviations / SQRT_2))
+
+
 def _key(request: Request) -> str:
     """Who comes back: the workflow, or for a lone call its tenant and prompt."""
     if request.workflow is not None:
         return request.workflow
     return f"{request.tenant}/{request.prefix[-1] if request.prefix else request.prompt_tokens}"
+
+
+def _tokens(request: Request) -> float:
+    """What a lone call is expected to take, in tokens; 1 for a workflow, whose steps are not known."""
+    return SeatTime.tokens(request) if request.workflow is None else 1.0
 
 
 def _held_as(request: Request) -> str:

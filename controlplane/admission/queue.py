@@ -39,6 +39,8 @@ QUEUE_CLASS: Final = "standard"
 CLASS_WEIGHT: Final = 1.0
 # Most calls that one arrival may displace, when it is larger than the newest of those worth less.
 EVICTIONS_MAX: Final = 16
+# Clients hang up when their own deadline comes, a moment before ours.
+HANG_UP_MS: Final = 500
 # The measured rate may double: only what would be late at this part of the wait is called late.
 LATE_RATIO: Final = 0.5
 RETRY_MS_MIN: Final = 1_000
@@ -258,6 +260,7 @@ class WaitingQueue(Generic[_T]):
                 " with a later deadline, or when they are done"
             )
             retry_ms = self.retry_after_ms(request.model, now_ms)
+            self._judge_class(item)
             return TurnedAway(Reason.DEADLINE_UNREACHABLE, detail, retry_ms)
         victims: list[_Entry[_T]] = []
         if not self._has_room(item, BEGUN_RATIO if request.is_begun else 1.0):
@@ -265,9 +268,11 @@ class WaitingQueue(Generic[_T]):
             if found is None:
                 detail = f"{len(self._entries):,} calls wait already; come back later"
                 retry_ms = self.retry_after_ms(request.model, now_ms)
+                self._judge_class(item)
                 return TurnedAway(Reason.QUEUE_FULL, detail, retry_ms)
             victims = found
         for victim in victims:
+            _judge(victim, is_missed=True)
             self._drop(victim)
         self._insert(item)
         return Entered(tuple(victim.item for victim in victims))
@@ -279,6 +284,8 @@ class WaitingQueue(Generic[_T]):
         entry = self._entries.get(request_id)
         if entry is None:
             return None
+        if self._now_ms >= entry.ends_ms - HANG_UP_MS:
+            _judge(entry, is_missed=True)
         self._drop(entry)
         return entry.item
 
@@ -288,6 +295,7 @@ class WaitingQueue(Generic[_T]):
         expired: list[Waiting[_T]] = []
         while self._expiry and self._expiry[0][0] <= now_ms:
             entry = self._expiry[0][2]
+            _judge(entry, is_missed=True)
             self._drop(entry)
             expired.append(entry.item)
         self._wake()
@@ -447,6 +455,11 @@ class WaitingQueue(Generic[_T]):
         ends_ms = _ends_ms(item)
         return wait_ms is not None and self._now_ms + wait_ms * LATE_RATIO > ends_ms
 
+    def _judge_class(self, item: Waiting[_T]) -> None:
+        """A call could not even wait: for its class that is a deadline that is not kept."""
+        pool = self._pool(item.request.model)
+        self._class(pool, item.queue_class).judge(is_missed=True)
+
     def _victims(self, item: Waiting[_T]) -> list[_Entry[_T]] | None:
         """The first steps that make room for `item`, or None when there are not enough worth less."""
         ratio = BEGUN_RATIO if item.request.is_begun else 1.0
@@ -502,6 +515,9 @@ class WaitingQueue(Generic[_T]):
             each.counter = max(each.counter, pool.virtual)
         entry.queue_class = each
         entry.key = each.key_of(self._flow_name(request))
+        wait_ms = pool.rate.wait_ms(each.due_before(turn[:2]), self._now_ms)
+        if wait_ms is not None and self._now_ms + wait_ms > entry.ends_ms:
+            each.judge(is_missed=True)
         each.add(entry.key, turn)
         if not pool.waiting:
             pool.rate.began(self._now_ms)
@@ -562,6 +578,7 @@ class WaitingQueue(Generic[_T]):
                 if answer is Answer.STAYS:
                     stuck.add(turn.wants)
                     continue
+                queue_class.judge(is_missed=answer is Answer.LEAVES)
                 if answer is Answer.GOES:
                     entry = turn.item
                     pool.serve(queue_class, flow, entry)
@@ -624,6 +641,11 @@ def _due(entry: _Entry[_T]) -> tuple[float, int]:
 
 def _class_turn(queue_class: _Class[_T]) -> tuple[float, str]:
     return queue_class.counter, queue_class.name
+
+
+def _judge(entry: _Entry[_T], *, is_missed: bool) -> None:
+    if entry.queue_class is not None:
+        entry.queue_class.judge(is_missed=is_missed)
 
 
 def _tokens(request: Request, cached_tokens: int) -> int:

@@ -124,8 +124,10 @@ class Desk(Generic[J]):
             outcome = Queue(Reason.NO_CAPACITY)
         else:
             outcome = self.place(job, now_ms)
-        if isinstance(outcome, Queue) and not is_postponed and self.loads.is_below_part(request):
-            # The seats are others' for the most part: this call may exceed the pace a little.
+        may_exceed = self.loads.is_below_part(request) or self.loads.is_urgent(request)
+        if isinstance(outcome, Queue) and not is_postponed and may_exceed:
+            # The seats are others' for the most part, or its time is up before one is free: this call may
+            # exceed the pace a little.
             job.request = request = replace(request, is_preferred=True)
             outcome = self.place(job, now_ms)
         if isinstance(outcome, Placement):
@@ -334,13 +336,20 @@ class Desk(Generic[J]):
         if state is RequestState.SUCCEEDED:
             placement = job.placement
             if not usage.is_estimated:
+                self.fleet.prefixes.measure(request.prefix, usage.prompt_tokens)
                 self.fleet.reused(
                     placement,
                     prompt_tokens=usage.prompt_tokens,
                     cached_tokens=usage.cached_tokens,
                     completion_tokens=usage.completion_tokens,
                 )
-            self.loads.learn(request, now_ms - job.decided_ms, placement.cached_tokens, usage)
+            self.loads.learn(
+                request,
+                placement.decode,
+                now_ms - job.decided_ms,
+                placement.cached_tokens,
+                usage,
+            )
             if tpot_ms is not None and usage.completion_tokens > 1:
                 decode_ms = placement.e2e_ms_predicted - placement.ttft_ms_predicted
                 expected = max(1, request.completion_tokens_expected - 1)

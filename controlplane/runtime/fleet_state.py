@@ -198,6 +198,10 @@ class FleetState:
             tpot_stretch_ratio = min(tpot_stretch_ratio, most)
         self._health.use_stretch(model, tpot_stretch_ratio)
 
+    def seats_at(self, model: ModelName, tpot_stretch_ratio: float) -> float:
+        """Seats of a model's engines, for all replicas together, if they were paced by this stretch."""
+        return self._health.seats_at(model, tpot_stretch_ratio)
+
     def use_stretches_max(self, ratios: Mapping[ModelName, float]) -> None:
         """What the planner found by replay: `use_stretch` goes no further, from its next call on."""
         self._stretches_max = ratios

@@ -208,6 +208,19 @@ class FleetHealth:
             self._set_pace(engine)
             self._apply_bound(engine)
 
+    def seats_at(self, model: ModelName, tpot_stretch_ratio: float) -> float:
+        """Seats of engines that take calls when they are paced by this stretch, for all replicas together.
+
+        What their health withholds now is taken off.
+        """
+        total = 0.0
+        for engine in self._engines_of(model):
+            row = engine.row
+            if row.is_accepting and not row.is_suspect and row.role is not Role.PREFILL:
+                seats = seats_within(row, tpot_stretch_ratio, engine.context_tokens)
+                total += seats * min(1.0, engine.restraint / max(1, engine.pace_seats))
+        return total
+
     def use_overrides(self, overrides: Mapping[str, OverrideMode], now_ms: float) -> None:
         if overrides == self._overrides:
             return

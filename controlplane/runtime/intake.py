@@ -373,7 +373,9 @@ class Intake:
             f"{tenant.cache_salt}\0{model.name}".encode(), call.tools_digest
         )
         digests, boundaries = self._fleet.prefixes.chain(call.prefix_bytes, salt)
-        ratio = prompt_tokens / max(1, call.prompt_bytes)
+        prompt_tokens, prefix_tokens = self._fleet.prefixes.tokens_at(
+            digests, boundaries, call.prompt_bytes, prompt_tokens
+        )
         deadline_ms, home = sizes.deadline_ms, sizes.home
         workflow_deadline_ms = deadline_ms
         gap_ms = 0
@@ -398,7 +400,7 @@ class Intake:
             completion_tokens_max=completion_max * n,
             completion_tokens_expected=expected * n,
             prefix=digests,
-            prefix_tokens=tuple(int(boundary * ratio) for boundary in boundaries),
+            prefix_tokens=prefix_tokens,
             regions=rights.regions & self._fleet.region_mask(ruling.region_names),
             gpu_types=rights.gpu_types & self._fleet.gpu_mask(ruling.gpu_type_names),
             weight=terms.weight * FLEX_WEIGHT_RATIO if is_flex else terms.weight,

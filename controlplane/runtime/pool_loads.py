@@ -6,7 +6,7 @@ Joins `admission/load.py`, which knows no engine, with `FleetState`, which knows
 from collections.abc import Callable, Iterator
 
 from controlplane.admission.appointments import WAIT_MS_MAX, WAIT_MS_MIN
-from controlplane.admission.load import PoolLoad, Room
+from controlplane.admission.load import PoolLoad, Room, stretch_first
 from controlplane.admission.working_set import WorkingSets
 from controlplane.domain.catalog import Role
 from controlplane.domain.decision import Reason, Refuse
@@ -17,7 +17,7 @@ from controlplane.domain.request import Request
 from controlplane.reliability.slow_start import is_held_back
 from controlplane.runtime.fleet_state import FleetState
 from controlplane.scheduler.legs import WHOLE
-from controlplane.scheduler.perf_model import Forecast
+from controlplane.scheduler.perf_model import Forecast, alone_ms
 from policies.documents import Admission
 
 WORKING_SET_RETRY_MS = 2_000
@@ -47,7 +47,7 @@ class PoolLoads:
     def of(self, model: ModelName) -> PoolLoad:
         load = self._pools.get(model)
         if load is None:
-            load = self._pools[model] = PoolLoad(self._admission.tpot_stretch_ratio_min)
+            load = self._pools[model] = PoolLoad(self._stretch_first)
         return load
 
     def all(self) -> Iterator[tuple[ModelName, PoolLoad]]:
@@ -109,12 +109,35 @@ class PoolLoads:
         if request.workflow is not None:
             self._working_sets.grew(request.model, request.workflow, request.prompt_tokens)
 
-    def waited(self, request: Request, wait_ms: float) -> None:
-        self.of(request.model).levels.waited(wait_ms, request.ttft_ms_max)
+    def is_urgent(self, request: Request) -> bool:
+        """Whether a call's workflow can not spare the time until a seat is free."""
+        load = self._pools.get(request.model)
+        return load is not None and load.is_urgent(request)
 
-    def learn(self, request: Request, seat_ms: float, reusable_tokens: int, usage: Usage) -> None:
-        """A call has held its seat for this long, and reused this much of what its home should have had."""
-        self.of(request.model).seat_time.learn(request, seat_ms)
+    def waited(self, request: Request, wait_ms: float) -> None:
+        load = self.of(request.model)
+        load.levels.waited(wait_ms, request.ttft_ms_max)
+        load.waited(request, wait_ms)
+
+    def learn(
+        self,
+        request: Request,
+        row: EngineRow,
+        seat_ms: float,
+        reusable_tokens: int,
+        usage: Usage,
+    ) -> None:
+        """A call has held a seat of `row` for this long, and reused this much of what its home should have had."""
+        self.of(request.model).served(
+            request,
+            seat_ms=seat_ms,
+            alone_ms=alone_ms(
+                row,
+                usage.prompt_tokens,
+                usage.prompt_tokens - usage.cached_tokens,
+                usage.completion_tokens,
+            ),
+        )
         if request.is_begun and reusable_tokens:
             self._working_sets.observed(request.model, reusable_tokens, usage.cached_tokens)
 
@@ -142,7 +165,7 @@ class PoolLoads:
     def ended(self, workflow: WorkflowId, now_ms: int) -> None:
         """A workflow has ended, whatever models it called."""
         for model, load in self._pools.items():
-            load.commitments.end(workflow, now_ms)
+            load.workflow_ended(workflow, now_ms)
             self._working_sets.ended(model, workflow)
 
     # ------------------------------------------------------------ time
@@ -151,14 +174,24 @@ class PoolLoads:
         """Let time pass, and pace the engines by what it showed. Several times a second."""
         admission = self._admission
         for model, load in self._pools.items():
-            load.tick(now_ms, admission.tpot_stretch_ratio_min, admission.tpot_stretch_ratio_max)
+            load.tick(
+                now_ms,
+                admission.tpot_stretch_ratio_min,
+                admission.tpot_stretch_ratio_max,
+                self._seats_at(model),
+            )
             self._working_sets.use_capacity(model, self._kv_tokens(model))
         for model in self._fleet.catalog.models:
             pool = self._pools.get(model)
-            ratio = admission.tpot_stretch_ratio_min if pool is None else pool.stretch_ratio
+            ratio = self._stretch_first if pool is None else pool.stretch_ratio
             self._fleet.use_stretch(model, ratio if admission.is_bounding else None)
 
     # ------------------------------------------------------------ inside
+
+    @property
+    def _stretch_first(self) -> float:
+        admission = self._admission
+        return stretch_first(admission.tpot_stretch_ratio_min, admission.tpot_stretch_ratio_max)
 
     def _rules_out(self, request: Request, now_ms: int) -> Refuse | None:
         """What speaks against a first step before the load is asked: a pool that warms up, a full KV cache."""
@@ -200,6 +233,10 @@ class PoolLoads:
             for row in self._fleet.rows_for(model)
             if row.is_accepting and row.role is not Role.PREFILL
         )
+
+    def _seats_at(self, model: ModelName) -> Callable[[float], float]:
+        """Seats that may be filled here, by how far calls stretch each other."""
+        return lambda stretch: self._fleet.seats_at(model, stretch) / self._replicas
 
     def _room(self, request: Request, now_ms: int) -> Room | None:
         """Seats that may be filled here, and a call's time on an engine; None when nothing accepts."""

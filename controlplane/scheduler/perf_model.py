@@ -282,6 +282,14 @@ def prefill_ms(row: EngineRow, new_tokens: int, context: int) -> float:
     )
 
 
+def alone_ms(row: EngineRow, prompt_tokens: int, new_tokens: int, completion_tokens: int) -> float:
+    """Time of a call on an empty engine: `new_tokens` of its prompt are computed, then the answer is decoded."""
+    context = prompt_tokens + 0.5 * completion_tokens
+    each_ms = row.decode_ms_base + row.decode_ms_per_seq + row.decode_ms_per_kv_token * context
+    decodes = completion_tokens - 1 if completion_tokens > 1 else 0
+    return prefill_ms(row, max(1, new_tokens), prompt_tokens) + decodes * each_ms
+
+
 def tpot_ms(row: EngineRow, sequences: int, kv_tokens: int, prefill_tokens: int) -> float:
     """One step of a batch of `sequences` that holds `kv_tokens`, with `prefill_tokens` mixed in."""
     return (

@@ -29,6 +29,8 @@ ENGINES_MAX: Final = 1 << 16
 # Ends of earlier prompts: of so many places in prompts, and so many at each, the latest.
 TAIL_PLACES_MAX: Final = 50_000
 TAILS_PER_PLACE_MAX: Final = 8
+# Ends of prompts whose tokens were counted by an engine, the latest.
+MEASURED_MAX: Final = 50_000
 # Digests have 64 bits; those of grid chunks are positive, those of prompts' ends negative.
 ANSWERS: Final = 1 << 64
 # What an engine keeps is corrected by at most this much a call, within these bounds of what it says.
@@ -113,7 +115,8 @@ class PrefixIndex:
     """
 
     __slots__ = (
-        "_answers", "_engines", "_has_second", "_holders", "_holdings", "_holdings_max", "_next_to_shrink", "_tails",
+        "_answers", "_engines", "_has_second", "_holders", "_holdings", "_holdings_max", "_measured",
+        "_next_to_shrink", "_tails",
     )  # fmt: skip
 
     def __init__(self, holdings_max: int = HOLDINGS_MAX) -> None:
@@ -126,6 +129,8 @@ class PrefixIndex:
         self._next_to_shrink = 0
         # Digest of the chunk before -> where earlier prompts ended behind it, and their digests.
         self._tails: OrderedDict[int, list[tuple[int, int]]] = OrderedDict()
+        # Tokens up to the ends of prompts, as engines counted them.
+        self._measured: OrderedDict[int, int] = OrderedDict()
 
     def __len__(self) -> int:
         """(digest, engine) pairs that are kept."""
@@ -220,6 +225,42 @@ class PrefixIndex:
             tails.append((end, digest))
             if len(tails) > TAILS_PER_PLACE_MAX:
                 del tails[0]
+
+    def measure(self, prefix: Sequence[int], tokens: int) -> None:
+        """An engine has counted the tokens of a whole prompt: what goes on from its end is known exactly."""
+        if not prefix or prefix[-1] >= 0 or tokens <= 0:
+            return
+        self._measured[prefix[-1]] = tokens
+        self._measured.move_to_end(prefix[-1])
+        if len(self._measured) > MEASURED_MAX:
+            self._measured.popitem(last=False)
+
+    def tokens_at(
+        self,
+        prefix: Sequence[int],
+        boundaries: Sequence[int],
+        prompt_bytes: int,
+        prompt_tokens: int,
+    ) -> tuple[int, tuple[int, ...]]:
+        """Tokens of a prompt, and up to each of its boundaries in bytes, by what is measured of its beginning.
+
+        `prompt_tokens` are thought to be in `prompt_bytes`; what is not measured is taken to be as dense.
+        """
+        ratio = prompt_tokens / max(1, prompt_bytes)
+        for at in range(len(prefix) - 1, -1, -1):
+            measured = self._measured.get(prefix[at]) if prefix[at] < 0 else None
+            if measured is None:
+                continue
+            end = boundaries[at]
+            within = measured / max(1, end)
+            told = tuple(
+                int(boundary * within)
+                if boundary < end
+                else measured + int((boundary - end) * ratio)
+                for boundary in boundaries
+            )
+            return measured + max(0, int((prompt_bytes - end) * ratio)), told
+        return prompt_tokens, tuple(int(boundary * ratio) for boundary in boundaries)
 
     # ------------------------------------------------------------ reading
 
