@@ -183,11 +183,11 @@ class Admission(_Document):
 
     `order`: by the workflow's deadline, or one of the others of `admission/order.py`. `tpot_stretch_ratio_max` and
     `tpot_stretch_ratio_min` bound how far calls in flight may stretch the time per token of an empty
-    engine, at rest and under overload. `is_shedding: false` turns levels and commitments off.
+    engine; between them it is as under which most value ends in time. `is_shedding: false` lets in whatever asks.
     `is_bounding: false` leaves engines without a bound of ours on calls in flight. `queue_classes` are
     the classes that rules can put a call into. A tenant that was given more than another that waits goes
-    before it, if its deadlines say so, by `fairness_lead_calls` mean calls at most: few keep tenants
-    apart from each other, many carry more workflows to their end when there is not enough for all.
+    before it, if its deadlines say so, by `fairness_lead_calls` mean calls at most while a fifth of all
+    deadlines is missed, further while fewer are and half as far while most are.
     """
 
     kind: Literal["admission"]

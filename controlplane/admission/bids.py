@@ -18,8 +18,10 @@ from typing import Final, NamedTuple
 
 from controlplane.admission.levels import SHARES, WORTH_LEAST, WORTH_STEPS_PER_DOUBLING, WORTHS
 
-# Demand is measured over so many times the time that workflows are given, within these bounds.
+# Demand is measured over so many times the time that workflows are given, and for as long as so many take to
+# come, within these bounds.
 GIVEN_TIMES: Final = 2.0
+ASKED_WANTED: Final = 80.0
 WINDOW_MS_MIN: Final = 10_000.0
 WINDOW_MS_MAX: Final = 600_000.0
 GIVEN_GAIN: Final = 0.05
@@ -80,7 +82,8 @@ class Bids:
     """One pool's demand and what follows from it. Owned by one task."""
 
     __slots__ = (
-        "_asked", "_at_ms", "_bins", "_given_ms", "_span_ms", "_unit", "clearing", "window_ms",
+        "_asked", "_asked_ms", "_at_ms", "_bins", "_gap_ms", "_given_ms", "_span_ms", "_unit", "clearing",
+        "window_ms",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -91,6 +94,8 @@ class Bids:
         # Instead of all that was counted fading, what is counted next weighs more.
         self._unit = 1.0
         self._given_ms = 0.0
+        self._gap_ms = 0.0
+        self._asked_ms = 0
         self.window_ms = WINDOW_MS_MIN
         self.clearing: Clearing | None = None
 
@@ -118,10 +123,13 @@ class Bids:
         now_ms: int,
     ) -> None:
         """A workflow wants to begin. Counted once for each."""
+        if self._at_ms is not None:
+            gap_ms = float(max(0, now_ms - self._asked_ms))
+            self._gap_ms += (GIVEN_GAIN if self._gap_ms else 1.0) * (gap_ms - self._gap_ms)
         self._pass(now_ms)
-        gain = GIVEN_GAIN if self._given_ms else 1.0
-        self._given_ms += gain * (given_ms - self._given_ms)
-        wanted = GIVEN_TIMES * self._given_ms
+        self._asked_ms = now_ms
+        self._given_ms += (GIVEN_GAIN if self._given_ms else 1.0) * (given_ms - self._given_ms)
+        wanted = max(GIVEN_TIMES * self._given_ms, ASKED_WANTED * self._gap_ms)
         self.window_ms = min(WINDOW_MS_MAX, max(WINDOW_MS_MIN, wanted))
         key = (priority, worth_level(value_micro_usd, work_ms), tolerance_level(tolerance))
         known = self._bins.setdefault(key, _Asked())

@@ -195,10 +195,15 @@ class PoolLoad:
         self._slowed_log = log(stretch_ratio)
 
     @property
-    def price_micro_usd_per_s(self) -> float:
-        """What a second of a seat is worth now: the most that somebody offers who has to wait.
+    def load_ratio(self) -> float:
+        """Work that is asked for over what the pool can do in that time; 0 before that is known."""
+        clearing = self.bids.clearing
+        return 0.0 if clearing is None else clearing.load_ratio
 
-        0 while nobody does. This is the measured price of saturation.
+    @property
+    def price_micro_usd_per_s(self) -> float:
+        """What a second of work must be worth to begin. Before that is known, the most that somebody offers
+        who was told to come back; 0 while there is room for all.
         """
         if self.bids.clearing is not None:
             return self.bids.price_micro_usd_per_s

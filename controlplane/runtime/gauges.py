@@ -36,6 +36,7 @@ def watch(metrics: Metrics, gate: Gate, journal: Journal) -> None:
     metrics.pool_committed_ratio.watch(per_pool(lambda load: load.committed_ratio))
     metrics.pool_stretch_ratio.watch(per_pool(lambda load: load.stretch_ratio))
     metrics.pool_price.watch(per_pool(lambda load: load.price_micro_usd_per_s / 1e6))
+    metrics.pool_load_ratio.watch(per_pool(lambda load: load.load_ratio))
     metrics.pool_appointments.watch(per_pool(lambda load: len(load.appointments)))
     metrics.pool_level.watch(per_pool(lambda load: load.levels.cursor))
     metrics.journal_depth.watch(lambda: {(): float(journal.entries_waiting)})

@@ -302,7 +302,11 @@ class Metrics:
         )  # fmt: skip
         self.pool_price = self._gauge(
             "headway_pool_price_usd_per_second", "headway.pool.price", "{USD}/s", ("model",),
-            "What a second of a seat is worth to those who have to wait for one; 0 while nobody does.",
+            "What a second of work must be worth to begin; 0 while there is room for all.",
+        )  # fmt: skip
+        self.pool_load_ratio = self._gauge(
+            "headway_pool_load_ratio", "headway.pool.load.ratio", "1", ("model",),
+            "Work that is asked for over what the pool can do in that time; 0 before that is known.",
         )  # fmt: skip
         self.pool_appointments = self._gauge(
             "headway_pool_appointments", "headway.pool.appointments", "{workflow}", ("model",),

@@ -10,6 +10,7 @@ from controlplane.scheduler.prefix_index import (
     HOLDERS_ENOUGH,
     HOLDERS_SEEN_MAX,
     KIB,
+    MEASURED_MAX,
     PrefixIndex,
     chain,
 )
@@ -284,3 +285,33 @@ def test_the_grid_is_bounded_and_fine():
     for begin, gap in zip((0, *GRID), gaps, strict=False):
         assert gap % KIB == 0
         assert KIB <= gap <= max(KIB, begin // 8)
+
+
+def test_what_an_engine_counted_is_known_of_all_that_goes_on_from_there():
+    index = PrefixIndex()
+    first = b"a" * 3_000
+    prefix, boundaries = index.chain(first, 7)
+    # Four bytes a token are thought; the engine counts six.
+    assert index.tokens_at(prefix, boundaries, 3_000, 750)[0] == 750
+    index.measure(prefix, 500)
+    longer = first + b"b" * 1_200
+    prefix, boundaries = index.chain(longer, 7)
+    total, told = index.tokens_at(prefix, boundaries, 4_200, 1_050)
+    assert total == 500 + 300
+    assert told[boundaries.index(3_000)] == 500
+    assert told[-1] == total
+    assert list(told) == sorted(told)
+    other, boundaries = index.chain(b"c" * 3_000, 7)
+    assert index.tokens_at(other, boundaries, 3_000, 750)[0] == 750
+
+
+def test_measured_ends_are_bounded_and_nothing_is_learned_of_nothing():
+    index = PrefixIndex()
+    index.measure((), 5)
+    index.measure((5,), 5)
+    index.measure((-5,), 0)
+    assert not index._measured
+    for number in range(MEASURED_MAX + 3):
+        index.measure((-1 - number,), 1)
+    assert len(index._measured) == MEASURED_MAX
+    assert -1 not in index._measured

@@ -64,11 +64,19 @@ class Shares:
     def __init__(self):
         self.of_tenant = {}
         self.virtual = self.mean = self.own = 0.0
+        self.missed = 0.2
 
     def came(self, tenant):
         least = self.virtual - CREDIT * self.mean
         # A stranger has no credit yet.
         self.of_tenant[tenant] = max(self.of_tenant.get(tenant, self.virtual), least)
+
+    def judge(self, *, is_missed):
+        self.missed += 0.02 * (is_missed - self.missed)
+
+    @property
+    def lead(self):
+        return LEAD * max(0.5, (0.2 / max(self.missed, 0.001)) ** 2)
 
     def learn(self, amount):
         self.mean = self.mean + 0.05 * (amount - self.mean) if self.mean else amount
@@ -104,6 +112,18 @@ class QueueAgainstLists(RuleBasedStateMachine):
             share.own = max(share.own, self.pool_virtual[request.model])
         if all((o.line, o.item.request.tenant) != (entry.line, request.tenant) for o in others):
             share.came(request.tenant)
+        mine = due(request), entry.number
+        ahead = [
+            e for e in others if e.line == entry.line and (due(e.item.request), e.number) < mine
+        ]
+        wait_ms = self.queue._pools[request.model].rate.wait_ms(len(ahead), self.now)
+        if wait_ms is not None and self.now + wait_ms > request.deadline_ms:
+            share.judge(is_missed=True)
+
+    def missed(self, entry):
+        """A call leaves that had waited for its turn, and never will have it."""
+        if entry.state == "waits":
+            self.share(entry.line).judge(is_missed=True)
 
     def next_of(self, model, candidates):
         """Whose turn it is among these, and the least counter of their tenants."""
@@ -119,7 +139,7 @@ class QueueAgainstLists(RuleBasedStateMachine):
         may = [
             entry
             for entry in here
-            if share.of_tenant[entry.item.request.tenant] <= least + LEAD * share.mean
+            if share.of_tenant[entry.item.request.tenant] <= least + share.lead * share.mean
         ]
         return min(may, key=lambda entry: (due(entry.item.request), entry.number)), least
 
@@ -151,6 +171,7 @@ class QueueAgainstLists(RuleBasedStateMachine):
                 if answer is Answer.STAYS:
                     stuck.add(wants(entry.item.request))
                     continue
+                self.share(entry.line).judge(is_missed=answer is Answer.LEAVES)
                 if answer is Answer.GOES:
                     self.serve(entry, least)
                     self.charges.append(entry.item)
@@ -212,7 +233,10 @@ class QueueAgainstLists(RuleBasedStateMachine):
         else:
             assert isinstance(outcome, TurnedAway)
             assert outcome.reason is Reason.QUEUE_FULL
+            self.share((model, queue_class)).judge(is_missed=True)
         if is_in:
+            for victim in victims:
+                self.missed(victim)
             self.calls = [entry for entry in self.calls if entry not in victims]
             self.calls.append(Model(item, number, self.now))
             self.stand(self.calls[-1])
@@ -292,6 +316,8 @@ class QueueAgainstLists(RuleBasedStateMachine):
         entry = data.draw(st.sampled_from(self.calls))
         assert self.queue.remove(entry.item.request.id) is entry.item
         assert self.queue.remove(entry.item.request.id) is None
+        # Their deadlines are all near: who goes away does not come again in time.
+        self.missed(entry)
         self.calls.remove(entry)
 
     @rule(passed=st.integers(0, 4))
@@ -300,6 +326,8 @@ class QueueAgainstLists(RuleBasedStateMachine):
         over = [entry for entry in self.calls if entry.item.request.deadline_ms <= self.now]
         over.sort(key=lambda entry: (entry.item.request.deadline_ms, entry.number))
         assert self.queue.expire(self.now) == [entry.item for entry in over]
+        for entry in over:
+            self.missed(entry)
         self.calls = [entry for entry in self.calls if entry not in over]
         self.wake()
 

@@ -384,3 +384,144 @@ def test_parts_follow_weights_and_forget_who_stays_away():
     assert shares.seats("a") == 0.0
     shares.add("b", -5.0)
     assert shares.seats("b") == 0.0
+
+
+# ---------------------------------------------------------------- by price
+
+
+# Two calls at a time, each as fast as alone: two milliseconds of work in each.
+SEATS_AT = 2.0
+
+
+def of_size(number, work_ms, times=3.0, **changes):
+    """A workflow that is given so many times the time that it needs."""
+    deadline_ms = changes.pop("now_ms", NOW_MS) + int(times * work_ms)
+    fields = {"steps_expected": 1, "workflow_deadline_ms": deadline_ms, "deadline_ms": deadline_ms}
+    return workflow(number, **{**fields, **changes})
+
+
+def end(load, request, now_ms, work_ms):
+    load.served(request, seat_ms=work_ms, alone_ms=work_ms)
+    load.workflow_ended(request.workflow, now_ms)
+
+
+def priced(works=(300, 3_000), load_ratio=2.0, room=ROOM, times=3.0):
+    """A pool that was asked for `load_ratio` times what it can do, in workflows of these sizes."""
+    load, now_ms, number = PoolLoad(1.5), NOW_MS, 0
+    pause_ms = sum(works) / len(works) / (SEATS_AT * load_ratio)
+    while load.bids.clearing is None or number < 800:
+        number += 1
+        now_ms = NOW_MS + int(number * pause_ms)
+        work_ms = works[number % len(works)]
+        request = of_size(number, work_ms, times, now_ms=now_ms)
+        if load.may_begin(request, room, now_ms) is None:
+            end(load, request, now_ms + work_ms, work_ms)
+        load.tick(now_ms, 1.5, 1.5, lambda _: SEATS_AT)
+        assert number < 20_000
+    return load, now_ms
+
+
+def test_under_overload_what_is_worth_more_a_second_is_let_in():
+    load, now_ms = priced()
+    assert load.price_micro_usd_per_s > 0.0
+    assert load.bids.clearing.load_ratio == pytest.approx(2.0, rel=0.25)
+    small = of_size("small", 300, now_ms=now_ms)
+    large = of_size("large", 3_000, now_ms=now_ms)
+    assert load.would_begin(small, ROOM, now_ms)
+    assert not all(
+        load.would_begin(of_size(f"l{number}", 3_000, now_ms=now_ms), ROOM, now_ms)
+        for number in range(64)
+    )
+    dear = of_size("dear", 3_000, now_ms=now_ms, value_micro_usd=50 * large.value_micro_usd)
+    assert load.would_begin(dear, ROOM, now_ms)
+    assert load.may_begin(small, ROOM, now_ms) is None
+    assert load.tabs.get("wsmall") is not None
+
+
+def test_who_is_not_worth_its_time_is_told_so_finally_and_a_lone_call_to_come_back():
+    load, now_ms = priced()
+    load.commitments.put("other", promised(now_ms), now_ms)
+    refused = [
+        refuse
+        for number in range(64)
+        if (refuse := load.may_begin(of_size(f"l{number}", 30_000, now_ms=now_ms), ROOM, now_ms))
+    ]
+    assert len(refused) == 64
+    assert all(each.is_final and each.reason is Reason.SHED_OVERLOAD for each in refused)
+    assert "needs about" in refused[0].detail
+    alone = call(
+        id="alone", workflow=None, prompt_tokens=500_000, completion_tokens_expected=500_000,
+        deadline_ms=now_ms + 90_000, workflow_deadline_ms=now_ms + 90_000,
+    )  # fmt: skip
+    refuse = load.may_begin(alone, ROOM, now_ms)
+    assert not refuse.is_final
+    assert refuse.retry_after_ms == WAIT_MS_MAX
+
+
+def promised(now_ms, seats=1):
+    return Commitment(
+        work_ms=1_000.0 * seats, pauses_ms=0, deadline_ms=now_ms + 1_000, lanes=seats, priority=5,
+        tenant="other", idle_ms_max=60_000, last_ms=now_ms,
+    )  # fmt: skip
+
+
+def test_a_pool_without_anybody_takes_one_whatever_it_is_worth():
+    load, now_ms = priced()
+    assert not len(load.commitments)
+    assert load.may_begin(of_size("huge", 60_000, now_ms=now_ms), ROOM, now_ms) is None
+
+
+def test_at_half_the_load_everyone_is_let_in():
+    load, now_ms = priced(load_ratio=0.5)
+    assert load.price_micro_usd_per_s == 0.0
+    load.commitments.put("other", promised(now_ms), now_ms)
+    assert load.would_begin(of_size("large", 3_000, now_ms=now_ms), ROOM, now_ms)
+
+
+def test_a_burst_of_promises_raises_the_price_at_once():
+    load, now_ms = priced(load_ratio=1.5)
+    dearest = int(load.bids.clearing.level)
+    small = of_size("small", 300, now_ms=now_ms)
+    assert load.would_begin(small, ROOM, now_ms)
+    load.commitments.put("flood", promised(now_ms, seats=1_000), now_ms)
+    assert not load.would_begin(small, ROOM, now_ms)
+    assert load.bids.clearing.level == dearest
+
+
+def test_who_asks_for_little_does_not_pay_for_a_flood():
+    load, now_ms = priced(works=(1_000,), load_ratio=20.0)
+    load.commitments.put("flood", promised(now_ms, seats=5), now_ms)
+    load.commitments.shares.asked("t", 1.0, now_ms)
+    load.commitments.shares.asked("other", 1.0, now_ms)
+    load.commitments.tick(now_ms)
+    few = [of_size(f"f{n}", 1_000, now_ms=now_ms, tenant="small") for n in range(64)]
+    many = [of_size(f"m{n}", 1_000, now_ms=now_ms, tenant="other") for n in range(64)]
+    load.commitments.shares.asked("small", 1.0, now_ms)
+    assert all(load.would_begin(each, ROOM, now_ms) for each in few)
+    assert sum(load.would_begin(each, ROOM, now_ms) for each in many) < 10
+
+
+def test_who_can_not_spare_the_time_of_a_call_is_urgent():
+    load, now_ms = priced(works=(300, 1_000, 3_000), load_ratio=0.5)
+    patient = of_size("patient", 10_000, now_ms=now_ms)
+    assert load.may_begin(patient, ROOM, now_ms) is None
+    assert not load.is_urgent(patient)
+    tight = of_size("tight", 100, now_ms=now_ms)
+    assert load.may_begin(tight, ROOM, now_ms) is None
+    assert load.is_urgent(tight)
+    assert not load.is_urgent(of_size("unknown", 100, now_ms=now_ms))
+
+
+def test_engines_are_emptied_while_tight_workflows_end_late():
+    """Calls must be slowed down by more than those can bear that are late."""
+    load, now_ms = priced(works=(1_000,), load_ratio=0.5, times=1.8)
+    before = load._in_time_ratio(1.5, 1.8)
+    for number in range(60):
+        request = of_size(f"late{number}", 1_000, 1.8, now_ms=now_ms)
+        load.may_begin(request, ROOM, now_ms)
+        load.served(request, seat_ms=900, alone_ms=900)
+        load.workflow_ended(request.workflow, now_ms + 1_801)
+    assert load._in_time_ratio(1.5, 1.8) < before - 0.2
+    assert load._in_time_ratio(1.1, 1.8) > load._in_time_ratio(1.5, 1.8)
+    # What no emptiness could have kept is no reason to empty engines further.
+    assert load._in_time_ratio(1.1, 1.8) > 0.7

@@ -35,8 +35,9 @@ def test_no_split_of_the_slack_is_charged_less_than_the_closed_form(weights, bas
     slack = sum(weights) + more
     roots = sum(math.sqrt(weight) for weight in weights)
     least = Needs(sum(weights), roots, base * len(weights), 0.0, base).charged_s(slack)
-    cuts = [random.random() for _ in weights]
-    spare = [more * cut / (sum(cuts) or 1.0) for cut in cuts]
+    # Away from zero: quotients of the least floats there are do not add up.
+    cuts = [1e-6 + random.random() for _ in weights]
+    spare = [more * cut / sum(cuts) for cut in cuts]
     drawn = sum(
         weight * (base + weight + extra) / (weight + extra)
         for weight, extra in zip(weights, spare, strict=True)
