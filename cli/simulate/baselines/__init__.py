@@ -153,7 +153,7 @@ FAMILIES: Final[tuple[Family, ...]] = (
         name="vllm-priority",
         configs=tuple(
             Config(label=f"stretch {stretch:g}", make=VllmDeadlines, tpot_stretch=stretch)
-            for stretch in (1.35, 1.5, 2.0, 2.5)
+            for stretch in (1.2, 1.35, 1.5, 2.0, 2.5)
         ),
     ),
     Family(
