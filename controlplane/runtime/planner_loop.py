@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from controlplane.admission.load import stretch_first
 from controlplane.bus import Bus
 from controlplane.domain.errors import BusUnavailable
 from controlplane.domain.ids import EngineId, ModelName, NodeId
@@ -178,13 +179,15 @@ class PlannerLoop:
         )
 
     def _stretches(self, policy: Policy, models: frozenset[ModelName]) -> tuple[Stretch, ...]:
-        """Where the last minutes say nothing: all that policy allows, and its least for work that waits."""
+        """Where the last minutes say nothing: all that policy allows, and a cautious one for work that waits."""
         admission = policy.bundle.admission
         return tuple(
             Stretch(
                 model=model,
                 ratio=admission.tpot_stretch_ratio_max,
-                deferrable_ratio=admission.tpot_stretch_ratio_min,
+                deferrable_ratio=stretch_first(
+                    admission.tpot_stretch_ratio_min, admission.tpot_stretch_ratio_max
+                ),
             )
             for model in sorted(models)
         )
