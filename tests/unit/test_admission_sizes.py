@@ -45,13 +45,13 @@ def test_deadlines_that_go_with_sizes_tell_them():
 def test_deadlines_that_say_nothing_leave_the_mean():
     """With one deadline for all, and with deadlines drawn apart from the work."""
     random = Random(2)
-    works = [exp(random.gauss(6.0, 0.5)) for _ in range(600)]
+    works = [exp(random.gauss(6.0, 1.0)) for _ in range(600)]
     mean = sum(works[-300:]) / 300
     same = learned([(10_000, work) for work in works])
-    assert of(same, 10_000).work_ms == pytest.approx(mean, rel=0.3)
+    assert of(same, 10_000).work_ms == pytest.approx(mean, rel=0.35)
     drawn = learned([(exp(random.uniform(7, 10)), work) for work in works])
     low, high = of(drawn, exp(7)).work_ms, of(drawn, exp(10)).work_ms
-    assert 0.6 < low / high < 1.7
+    assert 0.4 < low / high < 2.5
 
 
 def test_what_is_expected_of_a_lone_call_counts():
