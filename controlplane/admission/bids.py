@@ -11,12 +11,12 @@ under which most value ends in time is wanted. Priorities that could be let in w
 there, so that their pace is not sold for others. No clock.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import exp, log2
 from typing import Final, NamedTuple
 
-from controlplane.admission.levels import SHARES, WORTH_LEAST, WORTH_STEPS_PER_DOUBLING, WORTHS
+from controlplane.admission.levels import SHARES, level_micro_usd_per_s, worth_level
 
 # Demand is measured over so many times the time that workflows are given, and for as long as so many take to
 # come, within these bounds.
@@ -65,13 +65,6 @@ class Clearing(NamedTuple):
     load_ratio: float
 
 
-def worth_level(value_micro_usd: float, work_ms: float) -> int:
-    """0..WORTHS - 1, half a doubling each, from WORTH_LEAST micro-dollars for a second of work."""
-    worth = value_micro_usd / max(work_ms, 1.0) * 1_000.0
-    level = int(log2(max(worth, WORTH_LEAST) / WORTH_LEAST) * WORTH_STEPS_PER_DOUBLING)
-    return min(WORTHS - 1, level)
-
-
 def tolerance_level(tolerance: float) -> int:
     """0..TOLERANCES - 1, a quarter of a doubling each, from 1."""
     level = int(log2(max(tolerance, 1.0)) * TOLERANCE_STEPS_PER_DOUBLING)
@@ -105,7 +98,7 @@ class Bids:
         clearing = self.clearing
         if clearing is None or clearing.level < 0:
             return 0.0
-        return float(WORTH_LEAST * 2.0 ** (clearing.level / WORTH_STEPS_PER_DOUBLING))
+        return level_micro_usd_per_s(clearing.level)
 
     @property
     def is_known(self) -> bool:
@@ -154,15 +147,15 @@ class Bids:
         if not self.is_known:
             self.clearing = None
             return
-        ordered = sorted(self._bins.items(), key=_by_worth)
+        demand = _Demand(self._bins)
         best: Clearing | None = None
         known = self.clearing
         # Who could be let in whole counts for more under every stretch, lest it be bought with their pace.
         rooms_ms = {each: work_per_ms(each) * self._span_ms * self._unit for each in stretches}
-        weighty = _whole(ordered, max(rooms_ms.values()))
+        weighty = demand.whole(max(rooms_ms.values()))
         for stretch in stretches:
             ratios = [in_time_ratio(stretch, tolerance) for tolerance in _TOLERANCES]
-            found = _cleared(ordered, stretch, rooms_ms[stretch], ratios, weighty)
+            found = demand.cleared(stretch, rooms_ms[stretch], ratios, weighty)
             gain = 1.0 + STRETCH_GAIN_MIN
             if known is not None and stretch == known.stretch_ratio:
                 # What is used already needs no gain.
@@ -213,65 +206,64 @@ def _by_worth(entry: tuple[Bin, _Asked]) -> tuple[int, int, int]:
     return -level, -priority, -tolerance
 
 
-def _by_priority(ordered: Sequence[tuple[Bin, _Asked]]) -> dict[int, float]:
-    """Work that each priority asks for, in milliseconds."""
-    work_ms: dict[int, float] = {}
-    for (priority, _, _), asked in ordered:
-        work_ms[priority] = work_ms.get(priority, 0.0) + asked.work_ms
-    return work_ms
+class _Demand:
+    """The bins as they stand, dearest first, and their work in milliseconds: of each level by priority, and of
+    each priority in all.
+    """
 
+    __slots__ = ("_by_level", "_by_priority", "_ordered")
 
-def _whole(ordered: Sequence[tuple[Bin, _Asked]], room_ms: float) -> frozenset[int]:
-    """The priorities that could be let in whole, from the highest down."""
-    by_priority = _by_priority(ordered)
-    left_ms = WHOLE_RATIO * room_ms
-    found = set()
-    for priority in sorted(by_priority, reverse=True):
-        if by_priority[priority] > left_ms:
-            break
-        found.add(priority)
-        left_ms -= by_priority[priority]
-    return frozenset(found)
+    def __init__(self, bins: Mapping[Bin, _Asked]) -> None:
+        self._ordered = sorted(bins.items(), key=_by_worth)
+        self._by_level: dict[int, dict[int, float]] = {}
+        self._by_priority: dict[int, float] = {}
+        for (priority, level, _), asked in self._ordered:
+            there = self._by_level.setdefault(level, {})
+            there[priority] = there.get(priority, 0.0) + asked.work_ms
+            self._by_priority[priority] = self._by_priority.get(priority, 0.0) + asked.work_ms
 
+    def whole(self, room_ms: float) -> frozenset[int]:
+        """The priorities that could be let in whole, from the highest down."""
+        left_ms = WHOLE_RATIO * room_ms
+        found = set()
+        for priority in sorted(self._by_priority, reverse=True):
+            if self._by_priority[priority] > left_ms:
+                break
+            found.add(priority)
+            left_ms -= self._by_priority[priority]
+        return frozenset(found)
 
-def _cleared(
-    ordered: Sequence[tuple[Bin, _Asked]],
-    stretch: float,
-    room_ms: float,
-    in_time_ratios: Sequence[float],
-    weighty: frozenset[int],
-) -> Clearing:
-    """Who is let in when `room_ms` of work can be done; what of it ends in time is the value."""
-    by_level: dict[int, float] = {}
-    for (_, level, _), asked in ordered:
-        by_level[level] = by_level.get(level, 0.0) + asked.work_ms
-    level_min, left_ms = -1, room_ms
-    for level, work_ms in by_level.items():
-        if work_ms > left_ms:
-            level_min = level
-            break
-        left_ms -= work_ms
-    # At the level of the price, by priority, and of the one that does not fit a part.
-    taken_there: dict[int, float] = {}
-    by_priority = _by_priority(ordered)
-    for priority in sorted(by_priority, reverse=True) if level_min >= 0 else ():
-        work_ms = sum(
-            asked.work_ms
-            for (p, level, _), asked in ordered
-            if p == priority and level == level_min
-        )
-        taken_there[priority] = min(1.0, left_ms / work_ms) if work_ms > 0.0 else 1.0
-        left_ms = max(0.0, left_ms - work_ms)
-    value = 0.0
-    for (priority, level, tolerance), asked in ordered:
-        if level < level_min:
-            break
-        weight = WHOLE_FACTOR if priority in weighty else 1.0
-        taken = taken_there[priority] if level == level_min else 1.0
-        value += weight * taken * asked.value * in_time_ratios[tolerance]
-    rank_min = {
-        priority: level_min * SHARES + int((1.0 - taken) * SHARES)
-        for priority, taken in taken_there.items()
-    }
-    load_ratio = sum(by_priority.values()) / max(room_ms, 1.0)
-    return Clearing(stretch, rank_min, value, level_min, load_ratio)
+    def cleared(
+        self,
+        stretch: float,
+        room_ms: float,
+        in_time_ratios: Sequence[float],
+        weighty: frozenset[int],
+    ) -> Clearing:
+        """Who is let in when `room_ms` of work can be done; what of it ends in time is the value."""
+        level_min, left_ms = -1, room_ms
+        for level, there in self._by_level.items():
+            work_ms = sum(there.values())
+            if work_ms > left_ms:
+                level_min = level
+                break
+            left_ms -= work_ms
+        # At the level of the price by priority, and of the one that does not fit a part.
+        taken_there: dict[int, float] = {}
+        for priority in sorted(self._by_priority, reverse=True) if level_min >= 0 else ():
+            work_ms = self._by_level[level_min].get(priority, 0.0)
+            taken_there[priority] = min(1.0, left_ms / work_ms) if work_ms > 0.0 else 1.0
+            left_ms = max(0.0, left_ms - work_ms)
+        value = 0.0
+        for (priority, level, tolerance), asked in self._ordered:
+            if level < level_min:
+                break
+            weight = WHOLE_FACTOR if priority in weighty else 1.0
+            taken = taken_there[priority] if level == level_min else 1.0
+            value += weight * taken * asked.value * in_time_ratios[tolerance]
+        rank_min = {
+            priority: level_min * SHARES + int((1.0 - taken) * SHARES)
+            for priority, taken in taken_there.items()
+        }
+        load_ratio = sum(self._by_priority.values()) / max(room_ms, 1.0)
+        return Clearing(stretch, rank_min, value, level_min, load_ratio)

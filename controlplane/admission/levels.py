@@ -31,9 +31,19 @@ WORTH_STEPS_PER_DOUBLING: Final = 2
 WORTH_LEAST: Final = 1.0
 
 
-def worth_micro_usd_per_s(request: Request, work_ms: float) -> float:
-    """What a second of a seat earns when the workflow is carried to its end: its value over its work."""
-    return request.weight * request.value_micro_usd / max(work_ms, 1.0) * 1_000.0
+def worth_level(value_micro_usd: float, work_ms: float) -> int:
+    """What a second of a seat earns when the workflow is carried to its end, its value over its work.
+
+    0..WORTHS - 1, half a doubling each, from WORTH_LEAST micro-dollars on.
+    """
+    worth = value_micro_usd / max(work_ms, 1.0) * 1_000.0
+    level = int(log2(max(worth, WORTH_LEAST) / WORTH_LEAST) * WORTH_STEPS_PER_DOUBLING)
+    return min(WORTHS - 1, level)
+
+
+def level_micro_usd_per_s(level: int) -> float:
+    """The least worth of a level."""
+    return float(WORTH_LEAST * 2.0 ** (level / WORTH_STEPS_PER_DOUBLING))
 
 
 def rank(request: Request, work_ms: float) -> int:
@@ -41,11 +51,9 @@ def rank(request: Request, work_ms: float) -> int:
 
     In 0..RANKS - 1, higher is let in sooner.
     """
-    worth = worth_micro_usd_per_s(request, work_ms)
-    step = int(log2(max(worth, WORTH_LEAST) / WORTH_LEAST) * WORTH_STEPS_PER_DOUBLING)
-    share = share_of(request)
+    level = worth_level(request.weight * request.value_micro_usd, work_ms)
     priority = max(0, min(PRIORITIES - 1, request.priority))
-    return (priority * WORTHS + max(0, min(WORTHS - 1, step))) * SHARES + share
+    return (priority * WORTHS + level) * SHARES + share_of(request)
 
 
 def share_of(request: Request) -> int:

@@ -8,11 +8,12 @@ Knows no clock and no engine, only how many seats there are.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import erf, exp, log, log2, sqrt
+from math import exp, log, log2, sqrt
+from statistics import NormalDist
 from typing import Final
 
 from controlplane.admission.appointments import WAIT_MS_MAX, WAIT_MS_MIN, Appointments
-from controlplane.admission.bids import Bids, worth_level
+from controlplane.admission.bids import Bids
 from controlplane.admission.commitments import (
     IDLE_GAPS,
     IDLE_MS,
@@ -23,17 +24,20 @@ from controlplane.admission.commitments import (
 )
 from controlplane.admission.levels import (
     SHARES,
-    WORTH_LEAST,
     WORTH_STEPS_PER_DOUBLING,
     WORTHS,
     Levels,
+    level_micro_usd_per_s,
     rank,
     share_of,
+    worth_level,
 )
 from controlplane.admission.sizes import Size, Sizes
 from controlplane.admission.tabs import Tab, Tabs
 from controlplane.domain.decision import Reason, Refuse
+from controlplane.domain.money import usd
 from controlplane.domain.request import Request
+from controlplane.reliability.deadlines import HANG_UP_MS
 
 # Seats kept free of the work of lower priorities: this many standard deviations of what higher ones
 # hold, which is Poisson when they come independently (the square-root rule of staffing).
@@ -65,8 +69,6 @@ MISSED_RATIO_HIGH: Final = 0.02
 # kept, less while promises are broken.
 STRETCH_DOWN_RATIO: Final = 0.93
 STRETCH_UP_RATIO: Final = 1.005
-MICRO_USD_PER_USD: Final = 1e6
-SQRT_2: Final = sqrt(2.0)
 # After a broken promise nothing is loosened for this long: those that it was made to are still there.
 CAUTION_MS: Final = 10_000
 
@@ -101,14 +103,14 @@ FLOOD_DOUBLINGS_MAX: Final = 6.0
 WAITED_RATIO: Final = 0.2
 LATE_RATIO_HIGH: Final = 0.05
 LATE_GAIN: Final = 0.02
-# Clients hang up when their own deadline comes, a moment before ours.
-LATE_MS: Final = 500
 YIELD_DOWN: Final = 0.98
 YIELD_UP: Final = 1.02
 YIELD_MIN: Final = 0.9
 YIELD_MAX: Final = 1.15
 # So many times in a window of demand.
 YIELD_MOVES: Final = 20
+
+_NORMAL: Final = NormalDist()
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +162,7 @@ class PoolLoad:
 
     __slots__ = (
         "_alone_ms", "_begun", "_call_ms", "_careful_until_ms", "_full_refusals", "_idle_refusals", "_late",
-        "_on_time", "_seat_ms", "_slowed_log", "_slowed_var", "_waited_late", "_window_ms", "_yield_ms",
+        "_on_time", "_seat_ms", "_slowed_log", "_waited_late", "_window_ms", "_yield_ms",
         "appointments", "bids", "commitments", "committed_ratio", "gaps", "levels", "seat_time", "sizes",
         "stretch_ratio", "tabs", "yield_ratio",
     )  # fmt: skip
@@ -210,7 +212,7 @@ class PoolLoad:
         tier = self.appointments.tier_highest
         if tier < 0:
             return 0.0
-        return float(WORTH_LEAST * 2.0 ** (tier % WORTHS / WORTH_STEPS_PER_DOUBLING))
+        return level_micro_usd_per_s(tier % WORTHS)
 
     # ------------------------------------------------------------ first steps
 
@@ -224,15 +226,10 @@ class PoolLoad:
         asked = self._ask(request, room, now_ms)
         is_in_rank = self.levels.admits(asked.rank)
         if asked.may_begin and (is_in_rank or asked.is_due):
-            self.appointments.keep(_key(request))
-            self.commitments.put(_held_as(request), asked.commitment, now_ms)
-            self._open(request, size, now_ms)
+            self._let_in(request, asked.commitment, size, now_ms)
             self._begun.setdefault(request.priority, _Begun()).add(asked.commitment.work_ms, now_ms)
             return None
-        if room.busy_ratio < BUSY_RATIO_WANTED:
-            self._idle_refusals += 1
-        else:
-            self._full_refusals += 1
+        self._count_refusal(room)
         return self._refuse(request, asked, room, now_ms)
 
     def would_begin(self, request: Request, room: Room, now_ms: int) -> bool:
@@ -242,6 +239,19 @@ class PoolLoad:
             return self._is_worth(request, size, room)
         asked = self._ask(request, room, now_ms)
         return asked.may_begin and (asked.rank >= self.levels.cursor or asked.is_due)
+
+    def _let_in(
+        self, request: Request, commitment: Commitment, size: Size | None, now_ms: int
+    ) -> None:
+        self.appointments.keep(_key(request))
+        self.commitments.put(_held_as(request), commitment, now_ms)
+        self._open(request, size, now_ms)
+
+    def _count_refusal(self, room: Room) -> None:
+        if room.busy_ratio < BUSY_RATIO_WANTED:
+            self._idle_refusals += 1
+        else:
+            self._full_refusals += 1
 
     def _ask(self, request: Request, room: Room, now_ms: int) -> "_Asked":
         work_ms = self._work_ms(request, room)
@@ -328,18 +338,11 @@ class PoolLoad:
         """What the price says. A pool without anybody takes one always."""
         self.commitments.shares.asked(request.tenant, request.weight, now_ms)
         if self._is_worth(request, size, room) or not len(self.commitments):
-            self.appointments.keep(_key(request))
-            work_ms = self._work_ms(request, room)
-            self.commitments.put(
-                _held_as(request), self._commitment(request, work_ms, now_ms), now_ms
-            )
-            self._open(request, size, now_ms)
+            commitment = self._commitment(request, self._work_ms(request, room), now_ms)
+            self._let_in(request, commitment, size, now_ms)
             return None
-        if room.busy_ratio < BUSY_RATIO_WANTED:
-            self._idle_refusals += 1
-        else:
-            self._full_refusals += 1
-        price = self.bids.price_micro_usd_per_s / MICRO_USD_PER_USD
+        self._count_refusal(room)
+        price = usd(self.bids.price_micro_usd_per_s)
         detail = (
             f"`{request.model}` is overloaded: a second of it is worth {price:.4f} USD to others, and this"
             f" workflow needs about {size.work_ms / 1000:.1f} s"
@@ -400,7 +403,7 @@ class PoolLoad:
         if tab is None:
             return
         given_ms = float(tab.deadline_ms - tab.begun_ms)
-        is_late = now_ms >= tab.deadline_ms - LATE_MS
+        is_late = now_ms >= tab.deadline_ms - HANG_UP_MS
         if is_whole or is_late:
             waited_too_long = is_late and tab.waited_ms > WAITED_RATIO * given_ms
             self._waited_late += LATE_GAIN * (waited_too_long - self._waited_late)
@@ -436,7 +439,7 @@ class PoolLoad:
     def _in_time_ratio(self, stretch_ratio: float, tolerance: float) -> float:
         """The probability that calls which may take `tolerance` times longer than alone do not take more."""
         slowed = self._slowed(exp(self._slowed_log), stretch_ratio)
-        return _normal(log(tolerance / slowed) / TOLERANCE_SIGMA)
+        return _NORMAL.cdf(log(tolerance / slowed) / TOLERANCE_SIGMA)
 
     def _learn_slowed(self, tolerance: float, *, is_kept: bool) -> None:
         """A workflow that tolerated so much ended in time, or did not: by how much were calls slowed down?
@@ -445,7 +448,7 @@ class PoolLoad:
         so it is learned from outcomes. Who tolerates far more or far less says nothing of it.
         """
         off = (log(max(tolerance, TOLERANCE_LEAST)) - self._slowed_log) / TOLERANCE_SIGMA
-        step = exp(-0.5 * off * off) * (_normal(off) - is_kept)
+        step = exp(-0.5 * off * off) * (_NORMAL.cdf(off) - is_kept)
         most = log(1.0 + SLOWED_EXCESS_MAX * (self.stretch_ratio - 1.0))
         self._slowed_log = min(most, max(0.0, self._slowed_log + SLOWED_GAIN * step))
 
@@ -644,11 +647,6 @@ class PoolLoad:
             idle_ms_max=max(IDLE_MS, IDLE_GAPS * request.step_gap_ms),
             last_ms=now_ms,
         )
-
-
-def _normal(deviations: float) -> float:
-    """The cumulative normal distribution."""
-    return 0.5 * (1.0 + erf(deviations / SQRT_2))
 
 
 def _key(request: Request) -> str:

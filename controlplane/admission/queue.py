@@ -30,6 +30,7 @@ from controlplane.admission.predict import DrainRate
 from controlplane.domain.decision import Reason
 from controlplane.domain.ids import ModelName, RequestId
 from controlplane.domain.request import Request
+from controlplane.reliability.deadlines import HANG_UP_MS
 
 CALLS_MAX: Final = 4_096
 BYTES_MAX: Final = 256 * 1024 * 1024
@@ -39,8 +40,6 @@ QUEUE_CLASS: Final = "standard"
 CLASS_WEIGHT: Final = 1.0
 # Most calls that one arrival may displace, when it is larger than the newest of those worth less.
 EVICTIONS_MAX: Final = 16
-# Clients hang up when their own deadline comes, a moment before ours.
-HANG_UP_MS: Final = 500
 # The measured rate may double: only what would be late at this part of the wait is called late.
 LATE_RATIO: Final = 0.5
 RETRY_MS_MIN: Final = 1_000

@@ -7,6 +7,8 @@ from typing import Final
 from controlplane.domain.catalog import Scope
 
 TABS_MAX: Final = 100_000
+# A workflow that nobody ended is forgotten so long after its deadline.
+KEPT_MS: Final = 60_000
 
 
 @dataclass(slots=True)
@@ -58,7 +60,3 @@ class Tabs:
             if now_ms <= tab.deadline_ms + KEPT_MS:
                 return
             del self._by_key[key]
-
-
-# A workflow that nobody ended is forgotten so long after its deadline.
-KEPT_MS: Final = 60_000

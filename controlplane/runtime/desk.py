@@ -19,6 +19,7 @@ from controlplane.domain.fleet import EngineRow, fits
 from controlplane.domain.ids import ModelName, RequestId, WorkflowId
 from controlplane.domain.outcome import RequestState, Usage
 from controlplane.domain.request import Request
+from controlplane.reliability.deadlines import HANG_UP_MS
 from controlplane.reliability.retry_budget import RETRIES_PER_REQUEST_MAX, RetryBudgets
 from controlplane.runtime.fleet_state import FleetState
 from controlplane.runtime.pool_loads import PoolLoads
@@ -29,7 +30,6 @@ from controlplane.scheduler.place import object_to, still_fits
 from policies.documents import Admission
 from policies.evaluate import Terms
 
-HANG_UP_MS: Final = 500
 # Calls, and free seats, from which on they are weighed together.
 CALLS_MIN: Final = 2
 
@@ -124,10 +124,7 @@ class Desk(Generic[J]):
             outcome = Queue(Reason.NO_CAPACITY)
         else:
             outcome = self.place(job, now_ms)
-        may_exceed = self.loads.is_below_part(request) or self.loads.is_urgent(request)
-        if isinstance(outcome, Queue) and not is_postponed and may_exceed:
-            # The seats are others' for the most part, or its time is up before one is free: this call may
-            # exceed the pace a little.
+        if isinstance(outcome, Queue) and not is_postponed and self.loads.may_exceed(request):
             job.request = request = replace(request, is_preferred=True)
             outcome = self.place(job, now_ms)
         if isinstance(outcome, Placement):
@@ -357,7 +354,6 @@ class Desk(Generic[J]):
             is_in_time = now_ms <= request.workflow_deadline_ms
             self.loads.step_ended(request, int(now_ms), is_in_time=is_in_time)
             return
-        # Clients hang up when their own deadline comes, a moment before ours.
         is_late = now_ms >= request.workflow_deadline_ms - HANG_UP_MS
         if state is RequestState.EXPIRED or (state is RequestState.CANCELLED and is_late):
             self.loads.missed(request)

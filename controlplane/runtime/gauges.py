@@ -5,6 +5,7 @@ from typing import Final
 
 from controlplane.admission.load import PoolLoad
 from controlplane.domain.fleet import EngineRow
+from controlplane.domain.money import usd
 from controlplane.domain.pool import BreakerState
 from controlplane.reliability.retry_budget import RetryBudgets
 from controlplane.runtime.admit import Gate
@@ -35,7 +36,7 @@ def watch(metrics: Metrics, gate: Gate, journal: Journal) -> None:
     metrics.pool_seats_promised.watch(per_pool(lambda load: load.commitments.seats()))
     metrics.pool_committed_ratio.watch(per_pool(lambda load: load.committed_ratio))
     metrics.pool_stretch_ratio.watch(per_pool(lambda load: load.stretch_ratio))
-    metrics.pool_price.watch(per_pool(lambda load: load.price_micro_usd_per_s / 1e6))
+    metrics.pool_price.watch(per_pool(lambda load: usd(load.price_micro_usd_per_s)))
     metrics.pool_load_ratio.watch(per_pool(lambda load: load.load_ratio))
     metrics.pool_appointments.watch(per_pool(lambda load: len(load.appointments)))
     metrics.pool_level.watch(per_pool(lambda load: load.levels.cursor))

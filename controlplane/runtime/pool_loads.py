@@ -69,6 +69,13 @@ class PoolLoads:
         part = commitments.shares.part(request.tenant)
         return part < 1.0 and commitments.shares.seats(request.tenant) <= part * commitments.seats()
 
+    def may_exceed(self, request: Request) -> bool:
+        """Whether a call may exceed its engine's pace a little: the seats are others' for the most part, or its
+        time is up before one is free.
+        """
+        load = self._pools.get(request.model)
+        return load is not None and (self.is_below_part(request) or load.is_urgent(request))
+
     # ------------------------------------------------------------ workflows
 
     def may_begin(self, request: Request, now_ms: int) -> Refuse | None:
@@ -108,11 +115,6 @@ class PoolLoads:
         self.of(request.model).continues(request, room, now_ms)
         if request.workflow is not None:
             self._working_sets.grew(request.model, request.workflow, request.prompt_tokens)
-
-    def is_urgent(self, request: Request) -> bool:
-        """Whether a call's workflow can not spare the time until a seat is free."""
-        load = self._pools.get(request.model)
-        return load is not None and load.is_urgent(request)
 
     def waited(self, request: Request, wait_ms: float) -> None:
         load = self.of(request.model)

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controlplane.admission.bids import ASKED_MIN, WHOLE_RATIO, WINDOW_MS_MIN, Bids, worth_level
-from controlplane.admission.levels import SHARES
+from controlplane.admission.bids import ASKED_MIN, WHOLE_RATIO, WINDOW_MS_MIN, Bids
+from controlplane.admission.levels import SHARES, worth_level
 
 STEP_MS = 200
 COUNT = 250
