@@ -221,7 +221,7 @@ class PoolLoad:
         size = self._size(request, now_ms)
         if size is not None and not self.appointments.is_known(_key(request)):
             self._bid(request, size, now_ms)
-        if self.bids.clearing is not None and size is not None:
+        if size is not None and self._is_priced(request):
             return self._cleared(request, size, room, now_ms)
         asked = self._ask(request, room, now_ms)
         is_in_rank = self.levels.admits(asked.rank)
@@ -235,7 +235,7 @@ class PoolLoad:
     def would_begin(self, request: Request, room: Room, now_ms: int) -> bool:
         """What `may_begin` would say, without committing to anything."""
         size = self._size(request, now_ms)
-        if self.bids.clearing is not None and size is not None:
+        if size is not None and self._is_priced(request):
             return self._is_worth(request, size, room)
         asked = self._ask(request, room, now_ms)
         return asked.may_begin and (asked.rank >= self.levels.cursor or asked.is_due)
@@ -300,6 +300,12 @@ class PoolLoad:
 
     # ------------------------------------------------------------ by price
 
+    def _is_priced(self, request: Request) -> bool:
+        """Whether the price decides. A lone call has no deadline to lose while it is away: promises decide, and
+        it is told when there is room.
+        """
+        return self.bids.clearing is not None and request.workflow is not None
+
     def _size(self, request: Request, now_ms: int) -> Size | None:
         return self.sizes.of(
             request.tenant,
@@ -347,8 +353,6 @@ class PoolLoad:
             f"`{request.model}` is overloaded: a second of it is worth {price:.4f} USD to others, and this"
             f" workflow needs about {size.work_ms / 1000:.1f} s"
         )
-        if request.workflow is None:
-            return Refuse(Reason.SHED_OVERLOAD, f"{detail}; come back in a minute", WAIT_MS_MAX)
         return Refuse(
             Reason.SHED_OVERLOAD,
             f"{detail}; send it later with a new deadline",

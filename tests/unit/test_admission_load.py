@@ -449,6 +449,8 @@ def test_who_is_not_worth_its_time_is_told_so_finally_and_a_lone_call_to_come_ba
     assert len(refused) == 64
     assert all(each.is_final and each.reason is Reason.SHED_OVERLOAD for each in refused)
     assert "needs about" in refused[0].detail
+    # Of a lone call promises decide, whatever the price is.
+    load.commitments.put("flood", promised(now_ms, seats=1_000), now_ms)
     alone = call(
         id="alone", workflow=None, prompt_tokens=500_000, completion_tokens_expected=500_000,
         deadline_ms=now_ms + 90_000, workflow_deadline_ms=now_ms + 90_000,
