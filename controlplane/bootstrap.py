@@ -46,6 +46,7 @@ from controlplane.runtime.pool_loads import PoolLoads
 from controlplane.runtime.principals import Principals
 from controlplane.runtime.queue_pump import QueuePump
 from controlplane.runtime.rate_limits import RateLimits
+from controlplane.runtime.retention import Retention
 from controlplane.runtime.workflow_state import WorkflowStates
 from controlplane.scheduler.batch import warm_up
 from controlplane.scheduler.prefix_index import PrefixIndex
@@ -54,6 +55,7 @@ from controlplane.settings import Settings
 from controlplane.store import breakers, replicas
 from controlplane.store.catalog import load_catalog
 from controlplane.store.journal import Journal
+from controlplane.store.retention import Forgettable
 from controlplane.store.session import make_engine
 from controlplane.telemetry.metrics import Metrics
 from controlplane.telemetry.observer import GateObserver
@@ -227,6 +229,16 @@ async def running_replica(settings: Settings) -> AsyncIterator[Replica]:
             replica_ttl_s=settings.replica_ttl_s,
             node_silence_ms_max=settings.node_silence_s_max * 1000.0,
         )
+        retention = Retention(
+            engine,
+            leader,
+            metrics,
+            {
+                Forgettable.DECISIONS: settings.decisions_kept_days,
+                Forgettable.ATTEMPTS: settings.attempts_kept_days,
+                Forgettable.COMMANDS: settings.commands_kept_days,
+            },
+        )
         author = f"replica:{replica_id}"
         plan_view = PlanView(
             fleet,
@@ -297,6 +309,7 @@ async def running_replica(settings: Settings) -> AsyncIterator[Replica]:
             for loop in (
                 *loops.all(),
                 *sizes.loops(),
+                retention.run(),
                 *planner_loops(planner, plan_moves, plan_view),
                 every(CHOICE_INTERVAL_S, "model_choice", choices.refresh),
                 sweeper.run(),

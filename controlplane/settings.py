@@ -31,6 +31,10 @@ class Settings(BaseSettings):
     queue_calls_max: Annotated[int, Field(ge=0)] = 1024
     queue_bytes_max: Annotated[int, Field(ge=0)] = 256 * 1024 * 1024
     queue_wait_ms_max: Annotated[int, Field(ge=0)] = 30_000
+    # Age at which rows go. `headway policy replay` reads decisions of at most 31 days.
+    decisions_kept_days: Annotated[int, Field(ge=1, le=3_650)] = 31
+    attempts_kept_days: Annotated[int, Field(ge=1, le=3_650)] = 31
+    commands_kept_days: Annotated[int, Field(ge=1, le=3_650)] = 31
     budget_slice_micro_usd: Annotated[int, Field(gt=0)] = 100_000
     drain_s_max: Annotated[float, Field(ge=0)] = 30.0
     # The planner of the fleet: time between two rounds, and the most that the solver may take of one.

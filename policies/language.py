@@ -74,7 +74,11 @@ class Language:
         """Facts must hold every attribute, or the condition reads an empty value for it."""
         if _has_unclean(facts):
             return Failure("the facts hold text that is not plain")
-        value = condition.program.eval(self._env.Activation(dict(facts)))
+        try:
+            value = condition.program.eval(self._env.Activation(dict(facts)))
+        except RuntimeError as error:
+            # Most errors are returned; one over the library's budget of iterations is raised.
+            return Failure(str(error))
         plain = value.plain_value()
         if value.type() == cel.Type.BOOL and isinstance(plain, bool):
             return plain
@@ -96,7 +100,10 @@ class Language:
 
     def values(self, program: cel.Expression, facts: Mapping[str, Fact]) -> list[object] | None:
         """Values of a list expression; None when an element is an error, and with it the whole list."""
-        value = program.eval(self._env.Activation(dict(facts)))
+        try:
+            value = program.eval(self._env.Activation(dict(facts)))
+        except RuntimeError:
+            return None
         plain = value.plain_value()
         return plain if isinstance(plain, list) and value.type() != cel.Type.ERROR else None
 

@@ -5,7 +5,7 @@ A bundle that has an error is not loaded at all; the error says file, line, path
 
 import hashlib
 import json
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -31,8 +31,21 @@ from policies.documents import (
 DEFAULT_FOLDER: Final = Path(__file__).parent / "default"
 FILES_MAX: Final = 64
 FILE_BYTES_MAX: Final = 1024 * 1024
+# Nodes of all documents of a bundle together, and how deep they may nest: bounds on the time and memory
+# that reading takes, some 50 us and 700 bytes a node.
+NODES_MAX: Final = 60_000
+DEPTH_MAX: Final = 32
+# Characters of a value that is not text, such as a number.
+PLAIN_CHARS_MAX: Final = 64
 # Errors told at once; the rest is counted.
 ERRORS_TOLD_MAX: Final = 8
+# Characters of what a document says that an error repeats.
+TOLD_CHARS_MAX: Final = 80
+
+_TAG: Final = "tag:yaml.org,2002:"
+_TAGS: Final = frozenset(
+    _TAG + name for name in ("str", "int", "float", "bool", "null", "seq", "map")
+)
 
 _KINDS: Final = ", ".join(f"`{kind}`" for kind in DOCUMENTS)
 # Of these there is at most one document in a bundle.
@@ -128,7 +141,15 @@ def bundle_of(files: Mapping[str, str], where: str = "", *, report: Report | Non
             f"{where or 'the bundle'}: {len(files)} files are over the limit of {FILES_MAX};"
             " merge some"
         )
-    sources = [_read(f"{prefix}{name}", files[name]) for name in sorted(files)]
+    sources: list[_Source] = []
+    nodes = 0
+    for name in sorted(files):
+        file = f"{prefix}{name}"
+        size = len(files[name].encode(errors="replace"))
+        if size > FILE_BYTES_MAX:
+            raise _too_large(file, size)
+        nodes += _nodes_of(file, files[name], NODES_MAX - nodes)
+        sources.append(_read(file, files[name]))
     single: dict[str, _Source] = {}
     rules: dict[str, _Source] = {}
     for source in sources:
@@ -208,29 +229,68 @@ def _too_large(file: str, size: int) -> ConfigurationError:
     )
 
 
+def _nodes_of(file: str, text: str, nodes_max: int) -> int:
+    """How many values a document has. Ends early where it has too many or nests them too deeply.
+
+    Raises ConfigurationError for that, for aliases, which can grow without end, and for syntax.
+    """
+    nodes = depth = 0
+    try:
+        for event in yaml.parse(text, Loader=yaml.SafeLoader):
+            if isinstance(event, yaml.AliasEvent):
+                raise ConfigurationError(
+                    f"{file}:{_line_at(event.start_mark)}: aliases (`*{_clipped(event.anchor)}`) are"
+                    " not allowed; write the value out"
+                )
+            if isinstance(event, yaml.CollectionEndEvent):
+                depth -= 1
+            elif isinstance(event, yaml.NodeEvent):
+                nodes += 1
+                depth += isinstance(event, yaml.CollectionStartEvent)
+            if depth > DEPTH_MAX:
+                raise ConfigurationError(
+                    f"{file}:{_line_at(event.start_mark)}: nests more than {DEPTH_MAX} levels deep;"
+                    " write it flatter"
+                )
+            if nodes > nodes_max:
+                raise ConfigurationError(
+                    f"{file}:{_line_at(event.start_mark)}: the bundle has more than {NODES_MAX:,}"
+                    " values; merge rules or leave some out"
+                )
+    except yaml.YAMLError as error:
+        raise _not_yaml(file, error) from error
+    return nodes
+
+
+def _not_yaml(file: str, error: Exception) -> ConfigurationError:
+    if not isinstance(error, yaml.MarkedYAMLError):
+        return ConfigurationError(f"{file}: not valid YAML: {error}; mend the syntax")
+    mark = error.problem_mark
+    where = "" if mark is None else f":{mark.line + 1}"
+    return ConfigurationError(
+        f"{file}{where}: not valid YAML: {error.problem}; mend the syntax there"
+    )
+
+
+def _clipped(text: object) -> str:
+    said = str(text)
+    return said if len(said) <= TOLD_CHARS_MAX else f"{said[:TOLD_CHARS_MAX]}..."
+
+
 def _read(file: str, text: str) -> _Source:
     """One document, checked by itself."""
-    size = len(text.encode(errors="replace"))
-    if size > FILE_BYTES_MAX:
-        raise _too_large(file, size)
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
-        _refuse_surprises(file, text, root)
+        _refuse_surprises(file, root)
         content = None if root is None else yaml.SafeLoader("").construct_document(root)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        where = "" if mark is None else f":{mark.line + 1}"
-        # A condition that begins with `!` looks like a tag.
-        remedy = (
-            "put the value in quotes"
-            if "for the tag" in str(error.problem)
-            else "mend the syntax there"
-        )
+    except yaml.YAMLError as error:
+        raise _not_yaml(file, error) from error
+    except (ValueError, LookupError) as error:
+        # `!!int abc`, `!!bool maybe`
+        said = _clipped(error)
         raise ConfigurationError(
-            f"{file}{where}: not valid YAML: {error.problem}; {remedy}"
+            f"{file}: a value is not what its tag says: {said}; remove the `!!` tag"
         ) from error
-    except (yaml.YAMLError, RecursionError) as error:
-        raise ConfigurationError(f"{file}: not valid YAML: {error}; mend the syntax") from error
     if not isinstance(content, dict) or "kind" not in content:
         raise ConfigurationError(
             f"{file}: has no `kind`; begin it with `kind:` and one of {_KINDS}"
@@ -238,7 +298,9 @@ def _read(file: str, text: str) -> _Source:
     kind = content["kind"]
     shape = DOCUMENTS.get(kind) if isinstance(kind, str) else None
     if shape is None:
-        raise ConfigurationError(f"{file}: the kind `{kind}` is not known; use one of {_KINDS}")
+        raise ConfigurationError(
+            f"{file}: the kind `{_clipped(kind)}` is not known; use one of {_KINDS}"
+        )
     try:
         document = shape.model_validate_json(json.dumps(content), strict=True)
     except (ValidationError, TypeError, ValueError) as error:
@@ -246,31 +308,47 @@ def _read(file: str, text: str) -> _Source:
     return _Source(file, text, root, document)
 
 
-def _refuse_surprises(file: str, text: str, root: yaml.Node | None) -> None:
-    """Duplicate keys, of which YAML keeps the last silently, and aliases, which can grow without end."""
-    for event in yaml.parse(text, Loader=yaml.SafeLoader) if "*" in text else ():
-        if isinstance(event, yaml.AliasEvent):
-            raise ConfigurationError(
-                f"{file}:{_line_at(event.start_mark)}: aliases (`*{event.anchor}`) are not"
-                " allowed; write the value out"
-            )
+def _refuse_surprises(file: str, root: yaml.Node | None) -> None:
+    """Duplicate keys, of which YAML keeps the last silently, and what is not plain data."""
     pending = [] if root is None else [root]
     while pending:
         node = pending.pop()
+        _refuse_odd(file, node)
         if isinstance(node, yaml.SequenceNode):
             pending.extend(node.value)
         if not isinstance(node, yaml.MappingNode):
             continue
-        seen: set[Hashable] = set()
+        seen: set[str] = set()
         for key, value in node.value:
-            pending.append(value)
-            if key.value in seen and isinstance(key.value, str):
+            pending += (key, value)
+            line = key.start_mark.line + 1
+            if not isinstance(key, yaml.ScalarNode):
+                raise ConfigurationError(f"{file}:{line}: a key is a list or a map; make it a word")
+            if key.value in seen:
                 raise ConfigurationError(
-                    f"{file}:{key.start_mark.line + 1}: the key `{key.value}` stands twice;"
-                    " remove one"
+                    f"{file}:{line}: the key `{_clipped(key.value)}` stands twice; remove one"
                 )
-            if isinstance(key.value, str):
-                seen.add(key.value)
+            seen.add(key.value)
+
+
+def _refuse_odd(file: str, node: yaml.Node) -> None:
+    """Values of kinds that documents do not have: dates, sets, merges, objects, numbers without end."""
+    line = node.start_mark.line + 1
+    if node.tag not in _TAGS:
+        # A condition that begins with `!` looks like a tag, and a date like a date.
+        raise ConfigurationError(
+            f"{file}:{line}: a value is taken for `{_clipped(node.tag.removeprefix(_TAG))}`;"
+            " put the value in quotes"
+        )
+    if (
+        isinstance(node, yaml.ScalarNode)
+        and node.tag != f"{_TAG}str"
+        and len(node.value) > PLAIN_CHARS_MAX
+    ):
+        raise ConfigurationError(
+            f"{file}:{line}: a number of {len(node.value)} characters is over the limit of"
+            f" {PLAIN_CHARS_MAX}; put the value in quotes or shorten it"
+        )
 
 
 def _told(file: str, root: yaml.Node | None, error: Exception) -> str:
@@ -286,7 +364,7 @@ def _told(file: str, root: yaml.Node | None, error: Exception) -> str:
     ]
     for entry in entries[:ERRORS_TOLD_MAX]:
         path = entry["loc"]
-        shown = ".".join(str(part) for part in path if part != "[key]") or "the document"
+        shown = _clipped(".".join(str(part) for part in path if part != "[key]")) or "the document"
         lines.append(
             f"{file}:{_line(root, path)}: `{shown}`: {_remedy(entry['type'], entry['msg'])}"
         )

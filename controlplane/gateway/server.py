@@ -5,7 +5,7 @@ whose version is locked; `test_gateway_server.py` holds every part that is relie
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from typing import Any, ClassVar, Final
 
@@ -16,6 +16,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from controlplane.domain.decision import Reason
 from controlplane.gateway.answer_heads import id_lines
 from controlplane.gateway.body import BODY_BYTES_MAX
+from controlplane.gateway.hints import CONTENT_LENGTH
 from controlplane.gateway.sweeper import Sweeper
 from controlplane.gateway.turn import Turn
 from controlplane.telemetry.metrics import Metrics
@@ -147,6 +148,9 @@ class Link(HttpToolsProtocol):
         scope[TURN] = turn  # type: ignore[typeddict-unknown-key]
         self.turn = turn
         self.cycle = turn  # type: ignore[assignment]
+        if _declared_bytes(self.headers) > BODY_BYTES_MAX:
+            # Refused by its head: the client need not send what nobody reads.
+            turn.start()
         return True
 
     def default_head(self) -> bytes:
@@ -247,6 +251,14 @@ class Link(HttpToolsProtocol):
                 + body
             )
         self.transport.close()
+
+
+def _declared_bytes(headers: Sequence[tuple[bytes, bytes]]) -> int:
+    """Bytes of the body by its `content-length`, 0 when the head does not tell."""
+    for name, value in headers:
+        if name == CONTENT_LENGTH and value.isdigit():
+            return int(value)
+    return 0
 
 
 def link_class(sweeper: Sweeper, metrics: Metrics, new_id: Callable[[], str]) -> type[Link]:

@@ -289,6 +289,7 @@ commands = Table(
         _one_of("state", ("pending", "sent", "done", "failed", "stale_epoch")), name="state"
     ),
     Index("ix_commands_unsent", "created_at", postgresql_where=text("state = 'pending'")),
+    Index("ix_commands_ended_at", "ended_at", postgresql_where=text("ended_at IS NOT NULL")),
 )
 
 # ---------------------------------------------------------------- workflows and requests
@@ -437,6 +438,8 @@ attempts = Table(
     Column("engine_id", String(127), nullable=False),
     Column("outcome", String(31), nullable=False),
     Column("detail", Text, nullable=False, server_default=text("''")),
+    _created(),
+    Index("ix_attempts_created_at", "created_at"),
 )
 
 # Append-only: one settlement per request. Triggers refuse UPDATE and DELETE.

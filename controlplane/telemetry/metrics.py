@@ -378,6 +378,11 @@ class Metrics:
             "Journal entries not yet written to the database.",
         )  # fmt: skip
 
+        self.rows_forgotten = self._counter(
+            "headway_store_rows_forgotten", "headway.store.rows.forgotten", "{row}", ("table",),
+            "Rows that were deleted because of their age while this replica led.",
+        )  # fmt: skip
+
         # What the planner wants; read from what the leader told this replica last.
         self.plan_rounds = self._counter(
             "headway_plan_rounds", "headway.plan.rounds", "{round}", ("result",),

@@ -207,6 +207,16 @@ async def test_a_body_in_many_pieces_and_chunks_is_one_body() -> None:
         client.writer.close()
 
 
+async def test_a_body_that_says_that_it_is_too_large_is_refused_before_it_comes() -> None:
+    async with running(gate()) as world:
+        client = await raw(world, HEAD + b"content-length: 1000000000\r\n\r\n")
+        async with asyncio.timeout(5):
+            got = await client.answer()
+        assert (got.status, got.json()["error"]["code"]) == (413, "request_too_large")
+        assert world.gate.calls == []
+        client.writer.close()
+
+
 async def test_a_chunked_body_without_end_is_refused_when_it_is_too_large() -> None:
     async with running(gate()) as world:
         piece = b"10000\r\n%s\r\n" % (b"x" * 65_536)

@@ -196,8 +196,21 @@ def test_the_revision_is_of_the_meaning(tmp_path):
         ("scopes", "kind: entitlements\nversion: 1\n", ("entitlements.yaml", "is missing; add it")),
         ("scopes", "kind: scopes\nkind: scopes\n", ("scopes.yaml:2: the key `kind` stands twice; remove one",)),
         ("scopes", "kind: &k scopes\nname: *k\n", ("scopes.yaml:2: aliases", "write the value out")),
-        ("scopes", "kind: scopes\nversion: 2026-11-29\n", ("use plain values",)),
+        ("scopes", "kind: scopes\nversion: 2026-11-29\n",
+         ("scopes.yaml:2: a value is taken for `timestamp`; put the value in quotes",)),
+        ("scopes", "kind: scopes\nversion: 2026-99-99\n", ("scopes.yaml:2:", "put the value in quotes")),
+        ("scopes", "kind: scopes\nversion: !!int abc\n", ("scopes.yaml: a value", "remove the `!!` tag")),
+        ("scopes", "kind: scopes\nversion: !!bool maybe\n", ("scopes.yaml: a value", "remove the")),
+        ("scopes", "kind: scopes\nversion: " + "9" * 5_000 + "\n",
+         ("scopes.yaml:2: a number of 5000 characters", "shorten it")),
+        ("scopes", "kind: scopes\n<<: {version: 1}\n", ("scopes.yaml:2:", "put the value in quotes")),
+        ("scopes", "kind: scopes\n? [a, b]\n: c\n", ("scopes.yaml:2: a key is a list or a map",)),
+        ("scopes", "kind: !!set {a, b}\n", ("scopes.yaml:1: a value is taken for `set`",)),
+        ("scopes", "kind: " + "[" * 100_000, ("scopes.yaml:1: nests more than 32 levels deep",)),
+        ("scopes", "kind: [" + "a," * 300_000 + "]", ("the bundle has more than 60,000 values",)),
         ("scopes", "kind: scopes\n" + "#" * FILE_BYTES_MAX, ("over the limit", "split the file")),
+        ("scopes", "kind: " + "x" * 500_000, ("is not known; use one of",)),
+        ("scopes", "kind: scopes\n? " + "x" * 500_000 + "\n: 1\n", ("is not a known key",)),
     ],
 )  # fmt: skip
 def test_an_error_names_file_place_and_remedy(tmp_path, kind, text, words):
@@ -205,6 +218,7 @@ def test_an_error_names_file_place_and_remedy(tmp_path, kind, text, words):
     with pytest.raises(ConfigurationError) as raised:
         load_bundle(path)
     message = str(raised.value).replace("scopes.yaml:1: `", "entitlements.yaml `")
+    assert len(message) < 2_000
     for part in words:
         assert part in message
 

@@ -24,6 +24,11 @@ def answer(text, **changes):
 
 # ---------------------------------------------------------------- errors are values
 
+# A million rounds of a loop within a loop.
+LONG_LOOP = (
+    "".join(f"[1,2,3,4,5,6,7,8,9,10].all(v{n}, " for n in range(6)) + "request.n > 0" + ")" * 6
+)
+
 
 @pytest.mark.parametrize(
     ("text", "word"),
@@ -32,12 +37,23 @@ def answer(text, **changes):
         ("request.n % (request.n - 1) > 0", "modulus by zero"),
         ("request.n + 9223372036854775807 > 0", "overflow"),
         ("tenant.class.matches('(')", "regular expression"),
+        # Raised by the library, where the others are returned.
+        (LONG_LOOP, "budget"),
     ],
 )
 def test_an_error_is_returned_and_is_not_an_answer(text, word):
     failure = answer(text)
     assert isinstance(failure, Failure)
     assert word in failure.message
+
+
+def test_a_loop_without_end_in_one_of_many_is_traced_to_it():
+    loop, other = (language().compile(text) for text in (LONG_LOOP, "request.n == 1"))
+    assert isinstance(loop, Condition)
+    assert isinstance(other, Condition)
+    answers = language().fuse([other, loop]).evaluate(USUAL)
+    assert answers[0] is True
+    assert isinstance(answers[1], Failure)
 
 
 def test_an_error_beside_a_deciding_answer_does_not_count():
