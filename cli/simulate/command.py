@@ -13,17 +13,23 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+from cli.client import DATA_DIR, OperatorClient, connection
 from cli.failure import CommandFailure, ExitCode
-from cli.operator import reported
+from cli.operator import DataDirOption, KeyOption, UrlOption, reported
 from cli.output import Output, table
 from cli.simulate.ablate import PARTS
 from cli.simulate.calibration import calibrate
 from cli.simulate.deadlines import Deadlines
+from cli.simulate.referee_command import referee
 from cli.simulate.stats import finite
 
 SEEDS_MAX: Final = 1_000
 PROCESSES_MAX: Final = 256
 LOAD_MAX: Final = 20.0
+DAYS_MAX: Final = 100
+PEAK_ENGINES_MAX: Final = 64
+# `day` is played in so many hours at most when it is to be quick.
+HOURS_QUICK: Final = 6.0
 REPORT_SUFFIX: Final = ".html"
 
 T = TypeVar("T")
@@ -32,6 +38,7 @@ T = TypeVar("T")
 class Experiment(StrEnum):
     FIXED = "fixed"
     FLOOR = "floor"
+    DAY = "day"
     MODEL_CHOICE = "model-choice"
 
 
@@ -41,6 +48,7 @@ app = typer.Typer(
 )
 
 app.command("calibrate")(calibrate)
+app.command("referee")(referee)
 
 
 @app.callback(invoke_without_command=True)
@@ -62,7 +70,12 @@ def simulate(
         str, typer.Option("--fleet", help="homogeneous, mixed, or cluster documents.")
     ] = "homogeneous",
     policy: Annotated[
-        str, typer.Option("--policy", metavar="P[,P]", help="headway and baselines; else all.")
+        str,
+        typer.Option(
+            "--policy",
+            metavar="P[,P]",
+            help="headway and baselines; of `day` scaler+placement; else all.",
+        ),
     ] = "",
     seeds: Annotated[
         int, typer.Option("--seeds", min=1, max=SEEDS_MAX, help="Paired seeds of every cell.")
@@ -78,6 +91,49 @@ def simulate(
     is_quick: Annotated[
         bool, typer.Option("--quick", help="A quarter of the time simulated; for a first look.")
     ] = False,
+    from_log: Annotated[
+        str | None,
+        typer.Option(
+            "--from-log",
+            metavar="TIME",
+            help="Play what was recorded in the last 90s, 30m, 24h or 7d instead, on --fleet and under"
+            " --policies; those of the server where left out.",
+        ),
+    ] = None,
+    policies: Annotated[
+        str | None,
+        typer.Option(
+            "--policies",
+            metavar="BUNDLE",
+            help="With --from-log: folder, digest, active, previous or candidate.",
+        ),
+    ] = None,
+    url: UrlOption = None,
+    key: KeyOption = None,
+    data_dir: DataDirOption = DATA_DIR,
+    hours: Annotated[
+        float,
+        typer.Option(
+            "--hours", min=1, max=24, help="Hours that `day` is played in; its curve shrinks."
+        ),
+    ] = 24.0,
+    days: Annotated[
+        int, typer.Option("--days", min=1, max=DAYS_MAX, help="Days that `day` is judged on.")
+    ] = 10,
+    peak_engines: Annotated[
+        int,
+        typer.Option(
+            "--peak-engines", min=1, max=PEAK_ENGINES_MAX, help="Load of `day` at its peak."
+        ),
+    ] = 4,
+    cold_start_s: Annotated[
+        float,
+        typer.Option("--cold-start", min=0, max=3_600, help="Seconds that engines of `day` load."),
+    ] = 120.0,
+    deferrable: Annotated[
+        float,
+        typer.Option("--deferrable", min=0, max=0.9, help="Part of `day` that can wait 8 hours."),
+    ] = 0.0,
     processes: Annotated[
         int, typer.Option("--processes", min=1, max=PROCESSES_MAX, help="Runs at a time.")
     ] = 2,
@@ -94,6 +150,18 @@ def simulate(
         return
     with reported():
         _check_out(json_path, report_path)
+        if from_log is None and policies is not None:
+            raise CommandFailure(
+                ExitCode.USAGE, "--policies goes with --from-log", "use --policy to choose policies"
+            )
+        if from_log is not None:
+            source = context.get_parameter_source("fleet")
+            is_given = source is not None and source.name != "DEFAULT"
+            with OperatorClient(*connection(url, key, data_dir)) as api:
+                _play_log(
+                    api, from_log, fleet if is_given else None, policies, json_path, report_path
+                )
+            return
         wanted = {
             "workloads": _names(workload),
             "deadlines": tuple(_member(Deadlines, name) for name in _names(deadlines)),
@@ -103,7 +171,17 @@ def simulate(
             "ablated": tuple(_part(name) for name in _names(ablate)),
             "seeds": seeds,
         }
-        document = _play(experiment, wanted, floor_ratio, processes, is_quick=is_quick)
+        if experiment is Experiment.DAY:
+            spans = {
+                "hours": min(hours, HOURS_QUICK) if is_quick else hours,
+                "days": days,
+                "peak_engines": peak_engines,
+                "cold_start_s": cold_start_s,
+                "deferrable_ratio": deferrable,
+            }
+            document = _play_day(wanted, spans, floor_ratio, processes)
+        else:
+            document = _play(experiment, wanted, floor_ratio, processes, is_quick=is_quick)
         if report_path is not None:
             from cli.simulate.report import write
 
@@ -117,6 +195,31 @@ def simulate(
         for path in (json_path, report_path):
             if path is not None:
                 out.console.print(f"[dim]written: {path}[/]")
+
+
+def _play_log(
+    api: OperatorClient,
+    since: str,
+    fleet: str | None,
+    policies: str | None,
+    json_path: Path | None,
+    report_path: Path | None,
+) -> None:
+    from cli.simulate.from_log import lines, tables, what_if
+
+    with _progress() as report:
+        document = what_if(
+            api, since, fleet, policies, lambda part, what: report(round(1_000 * part), 1_000, what)
+        )
+    if report_path is not None:
+        from cli.simulate.report import write
+
+        write(report_path, {"what_if": document})
+    if json_path is not None:
+        json_path.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n")
+    out = Output(is_json=False)
+    for each in (*tables(document), *lines(document)):
+        out.console.print(each)
 
 
 def _play(
@@ -153,6 +256,52 @@ def _play(
         return fixed(asked, runner)
 
 
+def _play_day(
+    wanted: dict[str, Any], spans: dict[str, Any], floor_ratio: float, processes: int
+) -> dict[str, Any]:
+    """Every workload with every kind of deadlines and every fleet, one day experiment each."""
+    from cli.simulate.day.experiment import (
+        DEFAULT_POLICIES,
+        DayRunner,
+        DayWanted,
+        day,
+        known_policy,
+    )
+    from cli.simulate.experiments import Progress as Done
+    from cli.simulate.fleets import fleet
+    from cli.simulate.workloads import workload
+
+    for name in wanted["policies"]:
+        if not known_policy(name):
+            raise CommandFailure(
+                ExitCode.USAGE,
+                f"no scaler with a placement is called `{name}`",
+                "use static, hpa, wva or planner, then +best, +headway or + a baseline's name",
+            )
+    asked = [
+        DayWanted(
+            workload=load,
+            deadlines=deadlines,
+            fleet=name,
+            policies=wanted["policies"] or DEFAULT_POLICIES,
+            success_ratio_min=floor_ratio,
+            **spans,
+        )
+        for load in wanted["workloads"]
+        for deadlines in wanted["deadlines"]
+        for name in wanted["fleets"]
+    ]
+    # Files are read before hours are spent.
+    for each in asked:
+        workload(each.workload)
+        fleet(each.fleet)
+    with _progress() as report, DayRunner(processes, Done(report=report)) as runner:
+        documents = [day(each, runner) for each in asked]
+    whole = documents[0]
+    whole["cells"] = [cell for document in documents for cell in document["cells"]]
+    return whole
+
+
 def _play_model_choice(seeds: int) -> dict[str, Any]:
     from cli.simulate.model_choice import run
 
@@ -184,6 +333,9 @@ def cells_tables(cells: Sequence[dict[str, Any]]) -> Iterator[Any]:
     """One table for a workload, its deadlines and a fleet: dollars per success, success, fairness."""
     key = itemgetter("experiment", "workload", "deadlines", "fleet")
     for where, group in groupby(cells, key=key):
+        if where[0] == Experiment.DAY:
+            yield _day_table(list(group), where)
+            continue
         yield table(
             (">LOAD", "POLICY", ">CPST $", ">RATIO", "95 % CI", ">SUCCESS", ">JAIN"),
             (
@@ -199,6 +351,24 @@ def cells_tables(cells: Sequence[dict[str, Any]]) -> Iterator[Any]:
             ),
             title=", ".join(str(part) for part in where if part is not None),
         )
+
+
+def _day_table(cells: Sequence[dict[str, Any]], where: tuple[str, ...]) -> Any:
+    return table(
+        ("SCALER+PLACEMENT", ">$/DAY", ">RATIO", "95 % CI", ">STATIC", ">STARTS", ">WORST HOUR"),
+        (
+            (
+                cell["policy"],
+                _number(cell["fleet_usd_at_floor"], 2),
+                *_ratio(cell),
+                _number((cell["fleet_usd_ratio_to_static"] or {}).get("value"), 3),
+                _number(cell["engine_starts"], 1),
+                _number(cell["worst_hour_in_time_ratio"], 3),
+            )
+            for cell in cells
+        ),
+        title=", ".join(str(part) for part in where if part is not None),
+    )
 
 
 def _ratio(cell: dict[str, Any]) -> tuple[str, str]:

@@ -1,7 +1,7 @@
 """One HTML file of an experiment's document, with everything that it needs inside it.
 
-Reads documents as `experiments.fixed` and `experiments.floor` write them, and days, when there are some:
-`days` is a list of {"policy", "engines_on_by_minute", "fleet_usd_by_minute"}.
+Reads documents as `experiments.fixed`, `experiments.floor` and `day.experiment.day` write them. `days` is a list of
+{"policy", "engines_on_by_minute", "fleet_usd_by_minute", "arrivals_per_s_by_minute"}.
 """
 
 import html
@@ -64,10 +64,20 @@ def render(document: Document) -> str:
         sections.append(
             (f"Dollars at a floor of success: {place}", _table(group), list(_floor(group)))
         )
+    for place, group in _groups(cells, "day"):
+        sections.append(
+            (f"A day at a floor of success: {place}", _day_table(group), list(_day_bars(group)))
+        )
     if document.get("days"):
-        sections.append(("The fleet over the day", "", [_day(document["days"])]))
+        sections.append(
+            ("The fleet over the day", "", [_day(document["days"]), _work(document["days"])])
+        )
+    if document.get("procurement"):
+        sections.append(("How the day is bought", _bought(document), []))
     if document.get("timings"):
         sections.append(("Time of a decision", "", [_timings(document["timings"])]))
+    if document.get("what_if"):
+        sections.append(("The log again", _what_if(document["what_if"]), []))
     if document.get("bounds"):
         sections.append(("Distance to the bounds", _bounds(document["bounds"]), []))
     return _page(sections)
@@ -276,6 +286,113 @@ def _day(days: Sequence[Document]) -> Any:
     return figure
 
 
+def _work(days: Sequence[Document]) -> Any:
+    """What came, which is the same under every policy."""
+    figure = _figure("Workflows that come", "hour", "per second")
+    rates = days[0].get("arrivals_per_s_by_minute", ())
+    figure.add_scatter(
+        x=[minute / MINUTES_PER_HOUR for minute in range(len(rates))],
+        y=list(rates),
+        line={"color": REFERENCE_COLOR},
+    )
+    return figure
+
+
+def _is_planned(policy: str) -> bool:
+    return policy.startswith("planner+")
+
+
+def _day_bars(cells: Sequence[Document]) -> Iterable[Any]:
+    reached = sorted(
+        (cell for cell in cells if cell["fleet_usd_at_floor"] is not None),
+        key=lambda cell: cell["fleet_usd_at_floor"],
+    )
+    least = cells[0]["success_ratio_min"]
+    for key, title, unit in (
+        ("fleet_usd_at_floor", f"A day with {least:.0%} in time", "dollars"),
+        ("engine_starts", "Engine starts a day, there", "starts"),
+    ):
+        figure = _figure(title, "", unit)
+        figure.add_bar(
+            x=[cell["policy"] for cell in reached],
+            y=[cell[key] for cell in reached],
+            marker_color=[
+                OURS_COLOR
+                if _is_planned(cell["policy"])
+                else BEST_COLOR
+                if cell["policy"] == cell["best_baseline"]
+                else OTHER_COLORS[0]
+                for cell in reached
+            ],
+        )
+        yield figure
+    figure = _figure("In time by dollars of the day", "dollars", "part of workflows")
+    for cell in cells:
+        figure.add_scatter(
+            x=[point[0] for point in cell["curve"]],
+            y=[point[1] for point in cell["curve"]],
+            name=cell["policy"],
+            mode="lines+markers",
+            line={"width": 3 if _is_planned(cell["policy"]) else 1.5},
+        )
+    figure.add_hline(y=least, line_dash="dash", line_color="#52606d")
+    yield figure
+
+
+def _day_table(cells: Sequence[Document]) -> str:
+    head = (
+        "scaler + placement", "setting", "hours", "$ of the day", "ratio to best reactive", "95 %", "ratio to static",
+        "starts", "in time there", "worst hour",
+    )  # fmt: skip
+    rows = []
+    for cell in sorted(cells, key=lambda cell: cell["fleet_usd_at_floor"] or float("inf")):
+        ratio = cell["fleet_usd_ratio_to_best_baseline"] or {}
+        low, high = ratio.get("ci95") or (None, None)
+        columns = (
+            cell["policy"],
+            cell["config"],
+            f"{cell['hours']:g}",
+            _number(cell["fleet_usd_at_floor"], 2),
+            _number(ratio.get("value"), 3),
+            "" if low is None or high is None else f"{low:.3f}-{high:.3f}",
+            _number((cell["fleet_usd_ratio_to_static"] or {}).get("value"), 3),
+            _number(cell["engine_starts"], 1),
+            _number(cell["in_time_ratio"], 3),
+            _number(cell["worst_hour_in_time_ratio"], 3),
+        )
+        mark = (
+            "ours"
+            if _is_planned(cell["policy"])
+            else ("best" if cell["policy"] == cell["best_baseline"] else "")
+        )
+        rows.append(_row(columns, "td", mark))
+    return f"<table>{_row(head, 'th', '')}{''.join(rows)}</table>"
+
+
+def _bought(document: Document) -> str:
+    bought = document["procurement"]
+    rows = [
+        ("Engine-hours of the day, all on demand", f"${bought['on_demand_only_usd']:,.2f}"),
+        ("By the plan that was made of other days", f"${bought['usd']:,.2f}"),
+        ("Ratio", f"{bought['ratio']:.3f}"),
+        ("GPUs reserved", f"{bought['plan']['reserved_gpus']:g}"),
+        (
+            "Work that interruptions of spot are expected to fail",
+            f"{bought['spot_failed_ratio']:.2%}",
+        ),
+    ]
+    deferral = document.get("deferral")
+    if deferral:
+        ratio = deferral["ratio_to_not_deferrable"] or {}
+        rows.append(
+            (
+                f"Dollars when {deferral['deferrable_ratio']:.0%} of the work can wait, over none",
+                _number(ratio.get("value"), 3),
+            )
+        )
+    return f"<table>{''.join(_row(row, 'td', '') for row in rows)}</table>"
+
+
 def _timings(timings: Sequence[Document]) -> Any:
     sums: dict[str, list[float]] = {}
     for timing in timings:
@@ -327,6 +444,18 @@ def _table(cells: Sequence[Document]) -> str:
         )
         rows.append(_row(columns, "td", mark))
     return f"<table>{_row(head, 'th', '')}{''.join(rows)}</table>"
+
+
+def _what_if(document: Document) -> str:
+    """What was recorded beside what was simulated, as `from_log.what_if` tells it."""
+    from cli.simulate.from_log import WORLDS, sums
+
+    head = _row(("", *WORLDS.values()), "th", "")
+    rows = [_row(line, "td", "") for line in sums(document)]
+    notes = "".join(
+        f"<p>{count:,} {html.escape(name)}</p>" for name, count in document["notes"].items()
+    )
+    return f"<table>{head}{''.join(rows)}</table>{notes}"
 
 
 def _bounds(bounds: Mapping[str, Any]) -> str:

@@ -52,6 +52,19 @@ class ModelAnswer(Answer):
     kv_heads: int
 
 
+class SloClassAnswer(Answer):
+    """Targets in milliseconds, what a finished call is worth, and what a second of lateness costs, in
+    micro-dollars.
+    """
+
+    name: str
+    ttft_ms_max: int
+    tpot_ms_max: int
+    e2e_ms_max: int
+    value_micro_usd: int
+    late_micro_usd_per_s: int
+
+
 class Applied(Answer):
     """How many of each a cluster document declared, and the catalogue's revision after it."""
 
@@ -95,6 +108,19 @@ async def list_models(
     names, next_cursor = page_by_name(known, limit, cursor)
     return Page(
         data=[ModelAnswer.model_validate(known[name]) for name in names], next_cursor=next_cursor
+    )
+
+
+@router.get("/slo-classes")
+async def list_slo_classes(
+    _: ViewerDep, services: ServicesDep, limit: Limit = LIST_LIMIT_DEFAULT, cursor: Cursor = None
+) -> Page[SloClassAnswer]:
+    """List SLO classes by name."""
+    known = (await load_catalog(services.engine)).slo_classes
+    names, next_cursor = page_by_name(known, limit, cursor)
+    return Page(
+        data=[SloClassAnswer.model_validate(known[name]) for name in names],
+        next_cursor=next_cursor,
     )
 
 
