@@ -171,7 +171,7 @@ def run(job: Job) -> Outcome:
             cool_down_s=span.cool_down_s,
         ),
     )
-    return _outcome(result, _measured(plans_of(job.cell, job.seed, span), span))
+    return outcome_of(result, _measured(plans_of(job.cell, job.seed, span), span))
 
 
 def _measured(plans: Iterable[Plan], span: Span) -> list[Plan]:
@@ -179,7 +179,7 @@ def _measured(plans: Iterable[Plan], span: Span) -> list[Plan]:
     return [plan for plan in plans if span.warm_up_s <= plan.arrival_s < until_s]
 
 
-def _outcome(result: Result, measured: Sequence[Plan]) -> Outcome:
+def outcome_of(result: Result, measured: Sequence[Plan]) -> Outcome:
     return Outcome(
         seed=result.seed,
         successes=result.total.succeeded,

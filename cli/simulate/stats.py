@@ -105,6 +105,43 @@ def paired_quantity_ratio(
     return Interval(value=float(ratios[0]), median=median, low=low, high=high, seeds=count)
 
 
+def paired_floor_ratio(
+    ours: Sequence[Sequence[tuple[float, float, float]]],
+    theirs: Sequence[Sequence[tuple[float, float, float]]],
+    target: float,
+) -> Interval:
+    """Ratio of the dollars at which two curves reach `target`, ours over theirs.
+
+    Each point of a curve has, of the same seeds in the same order, (dollars, done, could be done); dollars
+    are summed over the resampled seeds as what was done is. As `paired_quantity_ratio` else.
+    """
+    import numpy as np
+
+    counts = {len(point) for curve in (ours, theirs) for point in curve}
+    if len(counts) != 1:
+        raise ValueError("all points of both curves need the same seeds")
+    count = counts.pop()
+    picks = np.random.default_rng(RESAMPLING_SEED).integers(0, count, size=(RESAMPLES, count))
+    picks = np.vstack([np.arange(count)[None, :], picks])
+
+    def found(curve: Sequence[Sequence[tuple[float, float, float]]]) -> list[float]:
+        sums = [np.asarray(point, dtype=float)[picks].sum(axis=1) for point in curve]
+        values = []
+        for row in range(len(picks)):
+            points = [
+                (float(each[row, 0]), float(each[row, 1] / max(each[row, 2], 1e-12)))
+                for each in sums
+            ]
+            x = interpolated(points, target)
+            values.append(math.inf if x is None else x)
+        return values
+
+    pairs = zip(found(ours), found(theirs), strict=True)
+    ratios = np.asarray([math.inf if math.isinf(a) else a / b for a, b in pairs])
+    low, median, high = _percentiles(ratios[1:])
+    return Interval(value=float(ratios[0]), median=median, low=low, high=high, seeds=count)
+
+
 def _percentiles(ratios: Any) -> tuple[float, float, float]:
     """Order statistics, not interpolated: infinities stay what they are."""
     import numpy as np

@@ -5,7 +5,7 @@ does not hold.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime, timedelta
 from math import sqrt
 from typing import Any, Final
@@ -34,6 +34,9 @@ PROMPT_TOKENS_USUAL: Final = 1_000.0
 COMPLETION_TOKENS_USUAL: Final = 200.0
 # A burst of one class counts as no more than this times the variance of a Poisson stream.
 DISPERSION_RATIO_MAX: Final = 50.0
+# What a class usually needs is a mean over about so many of its last workflows: agents' sizes differ so much
+# that those of a few minutes say little.
+USUAL_WORKFLOWS_MAX: Final = 200.0
 # A class from which less than one workflow in a day is expected is not planned for.
 ARRIVALS_PER_S_MIN: Final = 1.0 / 86_400.0
 
@@ -143,30 +146,35 @@ def sizes(counts: ClassCounts, catalog: Catalog, policy: Policy) -> Sizes | None
 def demands(
     seen: DemandSeen,
     expected: Mapping[str, Expected],
-    latest: Mapping[str, "Slot"],
+    usual: Mapping[str, "Slot"],
     catalog: Catalog,
     policy: Policy,
 ) -> tuple[Demand, ...]:
     """The classes as the planner takes them; those of models that are not declared are left out.
 
     Where nothing is forecast of a class, it is expected to go on as it is, give or take a Poisson
-    stream's deviation over the window. A class that brought nothing lately and is expected to come
-    again needs what it needed in its `latest` slot.
+    stream's deviation over the window. What a class needs is what it `usual`ly did and what was measured
+    of it lately, each by its number of workflows; one that brought nothing lately and is expected to come
+    again needs what it usually did.
     """
     found = []
     for entry in seen.classes:
         needs = sizes(entry.counts, catalog, policy)
         if needs is None:
             continue
+        known = usual.get(entry.counts.key.class_id)
+        if known is not None:
+            measured = float(entry.counts.begun) if entry.counts.calls_ended else 0.0
+            needs = mixed(known.needs, known.workflows, needs, measured)
         ahead = expected.get(entry.counts.key.class_id) or Expected(
             arrivals_per_s=entry.arrivals_per_s,
             spread_per_s=sqrt(entry.arrivals_per_s * entry.dispersion_ratio / WINDOW_S),
             dispersion_ratio=entry.dispersion_ratio,
         )
         found.append(_demand(entry, entry.counts.slo_class, needs, ahead, catalog, policy))
-    known = {entry.counts.key.class_id for entry in seen.classes}
-    for class_id in sorted(expected.keys() - known):
-        slot = latest.get(class_id)
+    came = {entry.counts.key.class_id for entry in seen.classes}
+    for class_id in sorted(expected.keys() - came):
+        slot = usual.get(class_id)
         if slot is None or expected[class_id].arrivals_per_s < ARRIVALS_PER_S_MIN:
             continue
         found.append(_demand(slot, slot.slo_class, slot.needs, expected[class_id], catalog, policy))
@@ -197,6 +205,8 @@ def _demand(
         arrivals_per_s_recent_max=source.arrivals_per_s_recent_max
         if isinstance(source, Observed)
         else 0.0,
+        arrivals_seen_s=float(WINDOW_S),
+        arrivals_recent_s=float(BIN_S),
         dispersion_ratio=ahead.dispersion_ratio,
         steps=needs.steps,
         uncached_tokens=needs.uncached_tokens,
@@ -257,6 +267,32 @@ class Slot:
             "workflows": self.workflows,
             **asdict(self.needs),
         }
+
+
+def mixed(known: Sizes, weight: float, lately: Sizes, lately_weight: float) -> Sizes:
+    """The mean of two measurements by their numbers of workflows; without any, the first."""
+    part = lately_weight / (weight + lately_weight) if lately_weight > 0.0 else 0.0
+    return Sizes(
+        **{
+            one.name: (1.0 - part) * getattr(known, one.name) + part * getattr(lately, one.name)
+            for one in fields(Sizes)
+        }
+    )
+
+
+def remembered(known: Slot | None, slot: Slot) -> Slot:
+    """What a class usually needs, after one slot more: a mean in which old slots fade.
+
+    `workflows` is the number that the mean stands for, at most `USUAL_WORKFLOWS_MAX`.
+    """
+    if known is None:
+        return replace(slot, workflows=min(slot.workflows, USUAL_WORKFLOWS_MAX))
+    weight = max(0.0, min(known.workflows, USUAL_WORKFLOWS_MAX - slot.workflows))
+    return replace(
+        slot,
+        needs=mixed(known.needs, weight, slot.needs, slot.workflows),
+        workflows=min(weight + slot.workflows, USUAL_WORKFLOWS_MAX),
+    )
 
 
 def slot_of(record: store.SlotRecord) -> Slot:

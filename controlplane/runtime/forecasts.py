@@ -19,6 +19,7 @@ from controlplane.runtime.demand import (
     DemandSeen,
     Expected,
     Slot,
+    remembered,
     slot_of,
     slot_start,
 )
@@ -38,8 +39,8 @@ class Forecasts:
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
         self._states: dict[str, ForecastState] | None = None
-        # The latest slot in which each class brought something: what it needs when it comes again.
-        self.latest: dict[str, Slot] = {}
+        # What each class usually needs, of its last slots.
+        self.usual: dict[str, Slot] = {}
 
     def forget(self) -> None:
         """Read again what was learned, since another replica may have led."""
@@ -61,7 +62,7 @@ class Forecasts:
             states = await self._load(epoch, seen.at)
         elif written:
             for _, slots in written:
-                self.latest.update(slots)
+                self._remember(slots.values())
             states = await asyncio.to_thread(
                 learned, states, [(start, _counts(slots)) for start, slots in written]
             )
@@ -71,28 +72,15 @@ class Forecasts:
         part_s = (seen.at - start).total_seconds()
         begun = await store.arrivals(self._engine, start, seen.at, SLOT_S)
         now = {key.class_id: sum(bins.values()) for key, bins in begun.items()}
-        at_s = seen.at.timestamp()
-        expected = {}
-        for class_id, state in states.items():
-            if sum(state.seconds) < SEEN_S_MIN:
-                continue
-            if part_s >= PART_S_MIN and state.at_s < at_s:
-                # The slot that is under way is taken in for this once, and whole when it is over.
-                state = observe(state, at_s, now.get(class_id, 0), part_s)  # noqa: PLW2901
-            ahead = forecast(state, at_s + ahead_s)
-            expected[class_id] = Expected(
-                arrivals_per_s=ahead.mean_per_s,
-                spread_per_s=ahead.spread_per_s,
-                dispersion_ratio=ahead.dispersion_ratio,
-            )
-        return expected
+        return expected_of(states, now, seen.at.timestamp(), part_s, ahead_s)
 
     async def _load(self, epoch: int, at: datetime) -> dict[str, ForecastState]:
         kept = await store.load_forecasts(self._engine)
         since = at - timedelta(seconds=SLOTS_KEPT_S)
         starts = await store.slot_starts(self._engine, since)
         slots = [slot_of(record) for record in await store.slots(self._engine, since)]
-        self.latest = {slot.key.class_id: slot for slot in slots}
+        self.usual = {}
+        self._remember(sorted(slots, key=lambda slot: slot.started_at))
         by_start: dict[datetime, dict[str, Slot]] = {start: {} for start in starts}
         for slot in slots:
             by_start[slot.started_at][slot.key.class_id] = slot
@@ -101,11 +89,43 @@ class Forecasts:
         await self._save(epoch, states)
         return states
 
+    def _remember(self, slots: Iterable[Slot]) -> None:
+        for slot in slots:
+            class_id = slot.key.class_id
+            self.usual[class_id] = remembered(self.usual.get(class_id), slot)
+
     async def _save(self, epoch: int, states: Mapping[str, ForecastState]) -> None:
         documents = await asyncio.to_thread(
             lambda: {class_id: as_builtins(state) for class_id, state in states.items()}
         )
         await store.save_forecasts(self._engine, epoch, documents)
+
+
+def expected_of(
+    states: Mapping[str, ForecastState],
+    begun: Mapping[str, int],
+    at_s: float,
+    part_s: float,
+    ahead_s: float,
+) -> dict[str, Expected]:
+    """What each class that was seen for long enough brings `ahead_s` seconds after `at_s`, by its id.
+
+    `begun` came in the `part_s` seconds of the slot that is under way.
+    """
+    expected = {}
+    for class_id, state in states.items():
+        if sum(state.seconds) < SEEN_S_MIN:
+            continue
+        if part_s >= PART_S_MIN and state.at_s < at_s:
+            # The slot that is under way is taken in for this once, and whole when it is over.
+            state = observe(state, at_s, begun.get(class_id, 0), part_s)  # noqa: PLW2901
+        ahead = forecast(state, at_s + ahead_s)
+        expected[class_id] = Expected(
+            arrivals_per_s=ahead.mean_per_s,
+            spread_per_s=ahead.spread_per_s,
+            dispersion_ratio=ahead.dispersion_ratio,
+        )
+    return expected
 
 
 def learned(

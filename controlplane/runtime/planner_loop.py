@@ -170,7 +170,7 @@ class PlannerLoop:
         models = frozenset(pool.model for pool in fleet_seen.pools)
         return make_problem(
             fleet_seen,
-            demands.demands(seen, expected, self._forecasts.latest, fleet.catalog, policy),
+            demands.demands(seen, expected, self._forecasts.usual, fleet.catalog, policy),
             now_s=seen.at.timestamp(),
             limits=Limits(solve_s_max=self._settings.solve_s_max),
             held=() if standing is None else _held(standing),

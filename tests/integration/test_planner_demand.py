@@ -385,7 +385,7 @@ async def test_a_new_leader_forecasts_what_the_old_one_would_have(engine: AsyncE
     assert found[key.class_id].arrivals_per_s == pytest.approx(0.5, rel=0.05)
     fresh = Forecasts(engine)
     assert await fresh.expect(epoch, seen, [], 60.0) == found
-    assert fresh.latest == old.latest
+    assert fresh.usual == old.usual
     # Nothing kept but the slots: the same again.
     async with transaction(engine) as connection:
         await connection.execute(text("DELETE FROM forecasts"))

@@ -5,7 +5,7 @@ whole engine, KV token-seconds, workflows per second. It knows nothing of how ma
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import sqrt
 from statistics import NormalDist
 from typing import Final
@@ -177,7 +177,8 @@ def must_run_per_s(demand: Demand) -> float:
 def planned_arrivals(problem: Problem, options: Sequence[ClassOptions]) -> tuple[Held, ...]:
     """Workflows per second of each class that capacity must carry.
 
-    The mean is what arrives now or is forecast, whichever is more. On top of it come `z` standard
+    The mean is what is forecast, or what surely arrives now where that is more: a count less its own
+    deviation, or the larger of two numbers would lie above the truth most of the time. On top of it come `z` standard
     deviations, at the quantile of the class's success floor: of the calls in flight (Poisson, times
     the dispersion) and of the forecast. Classes of a model share engines, so deviations add up in
     squares and each class bears its part of their sum (Euler's allocation).
@@ -189,8 +190,13 @@ def planned_arrivals(problem: Problem, options: Sequence[ClassOptions]) -> tuple
         if demand.deferrable_s > 0.0:
             mean, recent = must_run_per_s(demand), 0.0
         else:
-            mean = max(demand.arrivals_per_s_now, demand.arrivals_per_s_forecast)
-            recent = demand.arrivals_per_s_recent_max
+            now = surely(demand.arrivals_per_s_now, demand.dispersion_ratio, demand.arrivals_seen_s)
+            mean = max(now, demand.arrivals_per_s_forecast)
+            recent = surely(
+                demand.arrivals_per_s_recent_max,
+                demand.dispersion_ratio,
+                demand.arrivals_recent_s,
+            )
         before = held.get(demand.class_id)
         means.append(mean if before is None else hold(mean, recent, before.mean_per_s, limits))
     shares = _deviations(problem, options, means)
@@ -202,7 +208,56 @@ def planned_arrivals(problem: Problem, options: Sequence[ClassOptions]) -> tuple
             # The deviations of the other classes of the model change a little as well.
             need = hold(need, 0.0, before.arrivals_per_s, limits)
         answer.append(Held(class_id=demand.class_id, arrivals_per_s=need, mean_per_s=mean))
+    return _settled(problem, options, answer)
+
+
+def _settled(
+    problem: Problem, options: Sequence[ClassOptions], needs: Sequence[Held]
+) -> tuple[Held, ...]:
+    """What is held of each model while its need is lower, so that no engine goes that is wanted back soon.
+
+    Weighed by engine time over all classes: of some classes more and of others less changes nothing. When
+    the need was lower for `hold_below_s`, the most of that time is held from then on.
+    """
+    before = {one.class_id: one for one in problem.held}
+    answer = list(needs)
+    groups: dict[ModelName, list[int]] = {}
+    for index, demand in enumerate(problem.demands):
+        if demand.class_id in before and options[index].every():
+            groups.setdefault(demand.model, []).append(index)
+    for indexes in groups.values():
+        weights = [min(way.load.gpu_ms for way in options[index].every()) for index in indexes]
+        held = [before[problem.demands[index].class_id] for index in indexes]
+
+        def total(rates: Sequence[float], weights: Sequence[float] = weights) -> float:
+            return sum(rate * weight for rate, weight in zip(rates, weights, strict=True))
+
+        need = [needs[index].arrivals_per_s for index in indexes]
+        standing = total([one.arrivals_per_s for one in held])
+        far = standing * (1.0 - problem.limits.hold_far_ratio)
+        if total(need) >= standing or total(need) < far:
+            continue
+        since_s = max(one.lower_since_s for one in held) or problem.now_s
+        lower = [one.lower_arrivals_per_s for one in held]
+        most = need if total(need) >= total(lower) else lower
+        rates = [rate * standing / total(need) for rate in need]
+        if problem.now_s - since_s >= problem.limits.hold_below_s:
+            rates, since_s, most = most, problem.now_s, need
+        for index, rate, low in zip(indexes, rates, most, strict=True):
+            answer[index] = replace(
+                needs[index],
+                arrivals_per_s=rate,
+                lower_since_s=since_s,
+                lower_arrivals_per_s=low,
+            )
     return tuple(answer)
+
+
+def surely(per_s: float, dispersion_ratio: float, seconds: float) -> float:
+    """A rate that was counted over `seconds`, less the standard deviation of that count; 0 s: as it is."""
+    if seconds <= 0.0:
+        return per_s
+    return max(0.0, per_s - sqrt(per_s * dispersion_ratio / seconds))
 
 
 def hold(need: float, recent: float, before: float, limits: Limits) -> float:

@@ -69,12 +69,14 @@ class Demand:
 
     Arrivals are workflows per second: seen now, forecast for the time when a move made now takes
     effect, the standard deviation of that forecast, and the highest need of the last minutes (0:
-    unknown). `dispersion_ratio` is the variance of arrivals over a Poisson stream's. The tokens are
-    those of one step: `uncached_tokens` are computed, `context_tokens` is the whole prompt with what
-    is cached. `gap_s` lies between two steps. `deadline_s` counts from arrival to the end of the last
-    step; None: there is none. `value_micro_usd` is what one workflow in time is worth, and `weight`
-    scales it. `success_floor_ratio` is the part of workflows that must find capacity. Work with
-    `deferrable_s` above 0 may start that much later; `backlog_workflows` of it wait already.
+    unknown). `arrivals_seen_s` is the time over which those of now were counted, `arrivals_recent_s`
+    that of each of the last minutes (0: no count, but known). `dispersion_ratio` is the variance of
+    arrivals over a Poisson stream's. The tokens are those of one step: `uncached_tokens` are computed,
+    `context_tokens` is the whole prompt with what is cached. `gap_s` lies between two steps.
+    `deadline_s` counts from arrival to the end of the last step; None: there is none.
+    `value_micro_usd` is what one workflow in time is worth, and `weight` scales it.
+    `success_floor_ratio` is the part of workflows that must find capacity. Work with `deferrable_s`
+    above 0 may start that much later; `backlog_workflows` of it wait already.
     Empty `regions` or `gpu_types` mean any.
     """
 
@@ -86,6 +88,8 @@ class Demand:
     arrivals_per_s_forecast: float
     arrivals_per_s_spread: float = 0.0
     arrivals_per_s_recent_max: float = 0.0
+    arrivals_seen_s: float = 0.0
+    arrivals_recent_s: float = 0.0
     dispersion_ratio: float = 1.0
     steps: float = 1.0
     uncached_tokens: float
@@ -210,12 +214,15 @@ class Held:
     """Arrivals of a class, workflows per second, that a plan is made for.
 
     `mean_per_s` is what was expected, `arrivals_per_s` what capacity must carry, with what comes on
-    top for its floor.
+    top for its floor. `lower_since_s`: since when all work of the model needs less than what is held (0: it
+    does not); `lower_arrivals_per_s` is this class's part of the most that it needed since.
     """
 
     class_id: str
     arrivals_per_s: float
     mean_per_s: float = 0.0
+    lower_since_s: float = 0.0
+    lower_arrivals_per_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -266,10 +273,12 @@ class Limits:
     At most `removals_per_round_max` engines are taken out of service in a round, and of one model
     `removals_per_model_ratio_max` of those serving (one at least); at most `starts_per_round_max` are
     started. Arrivals between `hold_below_ratio` under and `hold_above_ratio` over those that the
-    standing plan was made for count as unchanged. A choice is taken to stand for `stands_s`: a move
-    must earn its cost within it, and all moves together save `gain_ratio_min` of what staying costs,
-    unless work would be left out. `change_micro_usd` is charged to each engine started or stopped, over
-    the machine time of its start. `asleep_per_node_max` bounds what host memory holds.
+    standing plan was made for count as unchanged, and capacity goes down only to the most that was
+    needed in `hold_below_s` of a lower need, unless that is `hold_far_ratio` lower. A choice is taken
+    to stand for `stands_s`: a move must earn its cost within it, and all moves together save
+    `gain_ratio_min` of what staying costs, unless work would be left out. `change_micro_usd` is charged
+    to each engine started or stopped, over the machine time of its start. `asleep_per_node_max` bounds
+    what host memory holds.
     """
 
     removals_per_round_max: int = 4
@@ -277,6 +286,8 @@ class Limits:
     starts_per_round_max: int = 64
     hold_above_ratio: float = 0.05
     hold_below_ratio: float = 0.10
+    hold_below_s: float = 600.0
+    hold_far_ratio: float = 0.3
     gain_ratio_min: float = 0.01
     stands_s: float = 3_600.0
     change_micro_usd: int = 10_000
