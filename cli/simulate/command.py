@@ -7,7 +7,7 @@ from enum import StrEnum
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import Annotated, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 
 import typer
 from rich.console import Console
@@ -22,6 +22,9 @@ from cli.simulate.calibration import calibrate
 from cli.simulate.deadlines import Deadlines
 from cli.simulate.referee_command import referee
 from cli.simulate.stats import finite
+
+if TYPE_CHECKING:
+    from cli.simulate.gpu_mix import MixQuestion
 
 SEEDS_MAX: Final = 1_000
 PROCESSES_MAX: Final = 256
@@ -39,6 +42,7 @@ class Experiment(StrEnum):
     FIXED = "fixed"
     FLOOR = "floor"
     DAY = "day"
+    GPU_MIX = "gpu-mix"
     MODEL_CHOICE = "model-choice"
 
 
@@ -86,8 +90,25 @@ def simulate(
     ] = "",
     floor_ratio: Annotated[
         float,
-        typer.Option("--floor", min=0.5, max=1.0, help="Success that `floor` holds, as a ratio."),
+        typer.Option(
+            "--floor", min=0.5, max=1.0, help="Success that `floor` and `gpu-mix` hold, as a ratio."
+        ),
     ] = 0.95,
+    model: Annotated[
+        str, typer.Option("--model", help="Of gpu-mix: 70b (fp8, 4 GPUs) or 8b (bf16, one GPU).")
+    ] = "70b",
+    prices: Annotated[
+        str,
+        typer.Option(
+            "--prices", metavar="NAME|FILE", help="Of gpu-mix: low, mid, list, or a file."
+        ),
+    ] = "mid",
+    gpu_types: Annotated[
+        str,
+        typer.Option(
+            "--gpu-types", metavar="T[,T]", help="Of gpu-mix; else all that have a price."
+        ),
+    ] = "h100-sxm,a100-80,l40s",
     is_quick: Annotated[
         bool, typer.Option("--quick", help="A quarter of the time simulated; for a first look.")
     ] = False,
@@ -181,7 +202,12 @@ def simulate(
             }
             document = _play_day(wanted, spans, floor_ratio, processes)
         else:
-            document = _play(experiment, wanted, floor_ratio, processes, is_quick=is_quick)
+            question = None
+            if experiment is Experiment.GPU_MIX:
+                question = _mix_question(model, prices, _names(gpu_types), floor_ratio)
+            document = _play(
+                experiment, wanted, floor_ratio, processes, question, is_quick=is_quick
+            )
         if report_path is not None:
             from cli.simulate.report import write
 
@@ -227,6 +253,7 @@ def _play(
     wanted: dict[str, Any],
     floor_ratio: float,
     processes: int,
+    question: "MixQuestion | None",
     *,
     is_quick: bool,
 ) -> dict[str, Any]:
@@ -251,6 +278,10 @@ def _play(
         fleet(name)
     asked = Wanted(**wanted, span=QUICK if is_quick else FULL)
     with _progress() as report, Runner(processes, Done(report=report)) as runner:
+        if question is not None:
+            from cli.simulate.gpu_mix import gpu_mix
+
+            return gpu_mix(asked, runner, question)
         if experiment is Experiment.FLOOR:
             return floor(asked, runner, floor_ratio)
         return fixed(asked, runner)
@@ -302,6 +333,26 @@ def _play_day(
     return whole
 
 
+def _mix_question(
+    model: str, prices: str, types: tuple[str, ...], floor_ratio: float
+) -> "MixQuestion":
+    """The first vector of a file, or one of those that ship by its name."""
+    from cli.simulate.gpu_mix import PRICES, MixQuestion, engine_spec, read_prices
+
+    shipped = read_prices(PRICES)
+    vector = (
+        shipped[prices] if prices in shipped else next(iter(read_prices(Path(prices)).values()))
+    )
+    priced = tuple(name for name in types if name in vector.usd_per_gpu_hour)
+    if not priced:
+        raise CommandFailure(
+            ExitCode.USAGE, f"`{prices}` has no price of any of {', '.join(types) or 'no types'}"
+        )
+    for name in priced:
+        engine_spec(model, name, vector)
+    return MixQuestion(model=model, prices=vector, types=priced, ratio_min=floor_ratio)
+
+
 def _play_model_choice(seeds: int) -> dict[str, Any]:
     from cli.simulate.model_choice import run
 
@@ -332,7 +383,24 @@ def _progress() -> Iterator[Callable[[int, int, str], None]]:
 def cells_tables(cells: Sequence[dict[str, Any]]) -> Iterator[Any]:
     """One table for a workload, its deadlines and a fleet: dollars per success, success, fairness."""
     key = itemgetter("experiment", "workload", "deadlines", "fleet")
-    for where, group in groupby(cells, key=key):
+    for where, group in groupby(_of_mixes(cells), key=itemgetter("experiment", "workload", "load")):
+        yield table(
+            ("FLEET", "POLICY", ">$/HOUR", ">TO SINGLE", "95 % CI", ">TO BASELINE", ">SUCCESS"),
+            (
+                (
+                    cell["fleet"],
+                    cell["policy"],
+                    _number(cell["fleet_usd_at_floor"], 2),
+                    *_ratio(cell, "fleet_usd_ratio_to_best_single"),
+                    _ratio(cell, "fleet_usd_ratio_to_best_baseline")[0],
+                    _number(cell["success_ratio"], 3),
+                )
+                for cell in group
+            ),
+            title=", ".join(str(part) for part in where),
+        )
+    others = [cell for cell in cells if cell["experiment"] != Experiment.GPU_MIX]
+    for where, group in groupby(others, key=key):
         if where[0] == Experiment.DAY:
             yield _day_table(list(group), where)
             continue
@@ -371,8 +439,16 @@ def _day_table(cells: Sequence[dict[str, Any]], where: tuple[str, ...]) -> Any:
     )
 
 
-def _ratio(cell: dict[str, Any]) -> tuple[str, str]:
-    ratio = cell.get("cpst_ratio_to_best_baseline") or cell.get("fleet_usd_ratio_to_best_baseline")
+def _of_mixes(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [cell for cell in cells if cell["experiment"] == Experiment.GPU_MIX]
+
+
+def _ratio(cell: dict[str, Any], key: str = "") -> tuple[str, str]:
+    ratio = cell.get(key) if key else None
+    if not key:
+        ratio = cell.get("cpst_ratio_to_best_baseline") or cell.get(
+            "fleet_usd_ratio_to_best_baseline"
+        )
     if ratio is None:
         return "-", "-"
     low, high = ratio["ci95"]

@@ -3,8 +3,8 @@
 fixed   Per cell (workload, deadlines, fleet, load): every family of baselines is tuned on seeds of its
         own, all policies then play the same evaluation seeds, and the ratio of Headway's dollars per
         success to those of the baseline that was best in tuning gets a paired bootstrap interval.
-floor   The fleet's dollars with which each policy holds a floor of workflows done in time: the fleet
-        grows until it does, and between the two sizes around the floor dollars are interpolated.
+floor   The fleet's dollars with which each policy holds a floor of workflows done in time: a few seeds
+        find the size by bisection, all play around it, and between sizes dollars are interpolated.
 
 Runs are spread over processes; the same arguments give the same document, whatever the number of them.
 """
@@ -18,9 +18,9 @@ from typing import Any, Final, Self
 
 from cli.simulate.baselines import FAMILIES, Config, Family, family
 from cli.simulate.bounds import Bound, fluid, fluid_fleet
-from cli.simulate.contracts import FleetSpec, Plan, Result, WorldOptions
+from cli.simulate.contracts import EngineSpec, FleetSpec, Plan, Result, WorldOptions
 from cli.simulate.deadlines import Deadlines
-from cli.simulate.fleets import fleet, sized
+from cli.simulate.fleets import REFERENCE, fleet, sized
 from cli.simulate.stats import Interval, finite, interpolated, paired_quantity_ratio, paired_ratio
 from cli.simulate.workloads import capacity_per_s, draw_plans, workload
 
@@ -33,6 +33,8 @@ PROCESSES: Final = 2
 SUCCESS_RATIO_FLOOR: Final = 0.95
 # Fleets that `floor` tries at most, as a multiple of the one it begins with.
 GROWTH_MAX: Final = 6
+# Seeds that find where the floor is; the others are played around it.
+SCOUT_SEEDS: Final = 2
 # Seeds for which the bounds are solved; each takes seconds.
 BOUND_SEEDS: Final = 3
 
@@ -56,14 +58,27 @@ QUICK: Final = Span(warm_up_s=300.0, measured_s=600.0, cool_down_s=120.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """A fleet told engine by engine, work in workflows per second, and what deadlines are measured on."""
+
+    fleet: FleetSpec
+    rate_per_s: float
+    reference: EngineSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """One world. `load` 1 is the capacity of `fleet` as named; `engines` plays it on another number."""
+    """One world. `load` 1 is the capacity of `fleet` as named; `engines` plays it on another number.
+
+    `given`: what is played instead of the named fleet.
+    """
 
     workload: str
     deadlines: Deadlines
     fleet: str
     load: float
     engines: int | None = None
+    given: Given | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,25 +140,44 @@ class Progress:
 
 
 def _fleet_of(cell: Cell) -> FleetSpec:
+    if cell.given is not None:
+        return cell.given.fleet
     named = fleet(cell.fleet)
     return named if cell.engines is None else sized(named, cell.engines)
 
 
 @lru_cache(maxsize=4)
-def _plans_of(cell: Cell, seed: int, span: Span) -> tuple[Plan, ...]:
-    load = workload(cell.workload)
+def _drawn(
+    name: str,
+    deadlines: Deadlines,
+    rate_per_s: float,
+    reference: EngineSpec,
+    seed: int,
+    horizon_s: float,
+) -> tuple[Plan, ...]:
     return draw_plans(
-        load,
+        workload(name),
         seed=seed,
-        rate_per_s=cell.load * capacity_per_s(load, fleet(cell.fleet)),
-        horizon_s=span.horizon_s,
-        deadlines=cell.deadlines,
+        rate_per_s=rate_per_s,
+        horizon_s=horizon_s,
+        deadlines=deadlines,
+        reference=reference,
     )
 
 
-def plans_of(cell: Cell, seed: int, span: Span) -> tuple[Plan, ...]:
-    """The workflows of a cell; another number of engines meets the same ones."""
-    return _plans_of(replace(cell, engines=None), seed, span)
+@lru_cache(maxsize=64)
+def _rate_per_s(name: str, load: float, fleet_name: str) -> float:
+    return load * capacity_per_s(workload(name), fleet(fleet_name))
+
+
+def drawn(cell: Cell, seed: int, span: Span) -> tuple[Plan, ...]:
+    """The workflows of a cell; another number of engines, or another fleet given, meets the same ones."""
+    given = cell.given
+    if given is None:
+        rate_per_s, reference = _rate_per_s(cell.workload, cell.load, cell.fleet), REFERENCE
+    else:
+        rate_per_s, reference = given.rate_per_s, given.reference
+    return _drawn(cell.workload, cell.deadlines, rate_per_s, reference, seed, span.horizon_s)
 
 
 def _config_of(job: Job) -> Config:
@@ -161,7 +195,7 @@ def run(job: Job) -> Outcome:
 
     config, span = _config_of(job), job.span
     result = play(
-        plans_of(job.cell, job.seed, span),
+        drawn(job.cell, job.seed, span),
         config.fitted(_fleet_of(job.cell)),
         config.make(),
         WorldOptions(
@@ -171,10 +205,10 @@ def run(job: Job) -> Outcome:
             cool_down_s=span.cool_down_s,
         ),
     )
-    return outcome_of(result, _measured(plans_of(job.cell, job.seed, span), span))
+    return outcome_of(result, in_measured_time(drawn(job.cell, job.seed, span), span))
 
 
-def _measured(plans: Iterable[Plan], span: Span) -> list[Plan]:
+def in_measured_time(plans: Iterable[Plan], span: Span) -> list[Plan]:
     until_s = span.horizon_s - span.cool_down_s
     return [plan for plan in plans if span.warm_up_s <= plan.arrival_s < until_s]
 
@@ -368,12 +402,12 @@ class Wanted:
         return tuple(range(EVALUATION_SEED_FIRST, EVALUATION_SEED_FIRST + self.seeds))
 
 
-def _is_ours(policy: str) -> bool:
+def is_ours(policy: str) -> bool:
     return policy == HEADWAY or policy.startswith(HEADWAY + WITHOUT)
 
 
 def _families(policies: Sequence[str]) -> list[Family]:
-    return [family(name) for name in policies if not _is_ours(name)]
+    return [family(name) for name in policies if not is_ours(name)]
 
 
 def tune(
@@ -487,7 +521,7 @@ def _bounds(cell: Cell, wanted: Wanted, pooled: Mapping[str, Pooled]) -> dict[st
 
 
 def _fluid_of(cell: Cell, seed: int, span: Span) -> Bound:
-    measured = _measured(plans_of(cell, seed, span), span)
+    measured = in_measured_time(drawn(cell, seed, span), span)
     return fluid(
         measured, _fleet_of(cell), horizon_s=_tail_s(measured, span), billed_s=span.measured_s
     )
@@ -515,7 +549,7 @@ def floor(wanted: Wanted, runner: Runner, ratio_min: float = SUCCESS_RATIO_FLOOR
         names = wanted.names()
         families = [each for each in _families(names) if not each.is_reference]
         start = _size_at(runner, cell, families, ratio_min, wanted.span)
-        tuned = _tune_in_time(runner, replace(cell, engines=start), names, wanted.span)
+        tuned = tune_in_time(runner, replace(cell, engines=start), names, wanted.span)
         curves: dict[str, dict[int, Pooled]] = {}
         for name in names:
             config = tuned.get(name, (0, 0.0))[0]
@@ -561,33 +595,111 @@ def _pool(runner: Runner, jobs: Sequence[Job]) -> Pooled:
     return Pooled(outcomes=tuple(outcomes[job] for job in jobs))
 
 
+def search(is_enough: Callable[[int], bool], *, start: int, least: int, most: int) -> int | None:
+    """The smallest size within `least..most` that is enough, if more always is: doubling, then bisection.
+
+    None when `most` is not.
+    """
+    if is_enough(start):
+        high, step = start, 1
+        low = least - 1
+        while high - step >= least:
+            if not is_enough(high - step):
+                low = high - step
+                break
+            high, step = high - step, 2 * step
+    else:
+        low, step = start, 1
+        while True:
+            high = min(most, low + step)
+            if high <= low:
+                return None
+            if is_enough(high):
+                break
+            low, step = high, 2 * step
+    while high - low > 1:
+        middle = (low + high) // 2
+        if is_enough(middle):
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+def floor_curve(
+    play: Callable[[int, Sequence[int]], Pooled],
+    *,
+    start: int,
+    ratio_min: float,
+    seeds: Sequence[int],
+    least: int,
+    most: int,
+) -> dict[int, Pooled]:
+    """Success by size on all seeds, from the last size below the floor to one beyond that which holds it.
+
+    A few seeds find the place; all of them are played only around it. A size more on each side, so that
+    every resampling of the seeds finds its floor. Only the largest size where that does not hold it.
+    """
+    scouts = seeds[:SCOUT_SEEDS]
+    found = search(
+        lambda size: play(size, scouts).in_time_ratio >= ratio_min,
+        start=start,
+        least=least,
+        most=most,
+    )
+    if found is None:
+        return {most: play(most, seeds)}
+    curve = {found: play(found, seeds)}
+    while curve[max(curve)].in_time_ratio < ratio_min and max(curve) < most:
+        curve[max(curve) + 1] = play(max(curve) + 1, seeds)
+    while curve[min(curve)].in_time_ratio >= ratio_min and min(curve) > least:
+        curve[min(curve) - 1] = play(min(curve) - 1, seeds)
+    for size in (min(curve) - 1, max(curve) + 1):
+        if least <= size <= most:
+            curve[size] = play(size, seeds)
+    return curve
+
+
 def _size_at(
     runner: Runner, cell: Cell, families: Sequence[Family], ratio_min: float, span: Span
 ) -> int:
     """The smallest fleet with which any baseline, as first set, reaches the floor on a tuning seed."""
     base = len(fleet(cell.fleet).engines)
-    for engines in range(max(1, base // 2), base * GROWTH_MAX + 1):
-        jobs = {
-            each.name: _jobs(replace(cell, engines=engines), each.name, 0, TUNING_SEEDS[:1], span)
+
+    def is_enough(engines: int) -> bool:
+        return any(
+            _pool(
+                runner,
+                _jobs(replace(cell, engines=engines), each.name, 0, TUNING_SEEDS[:1], span),
+            ).in_time_ratio
+            >= ratio_min
             for each in families
-        }
-        outcomes = runner.play(job for group in jobs.values() for job in group)
-        for group in jobs.values():
-            if Pooled(outcomes=tuple(outcomes[job] for job in group)).in_time_ratio >= ratio_min:
-                return engines
-    return base * GROWTH_MAX
+        )
+
+    most = base * GROWTH_MAX
+    return search(is_enough, start=base, least=1, most=most) or most
 
 
-def _tune_in_time(
+def tune_in_time(
     runner: Runner, cell: Cell, policies: Sequence[str], span: Span
 ) -> dict[str, tuple[int, float]]:
+    """The setting of every family that leaves the least undone in time on the tuning seeds, and how much.
+
+    On the first seed all play, on the others the better half of them.
+    """
     best: dict[str, tuple[int, float]] = {}
     for each in _families(policies):
-        for index in range(len(each.configs)):
-            pooled = _pool(runner, _jobs(cell, each.name, index, TUNING_SEEDS, span))
-            missed = 1.0 - pooled.in_time_ratio
-            if each.name not in best or missed < best[each.name][1]:
-                best[each.name] = (index, missed)
+
+        def missed(index: int, seeds: Sequence[int], name: str = each.name) -> float:
+            return 1.0 - _pool(runner, _jobs(cell, name, index, seeds, span)).in_time_ratio
+
+        indexes = list(range(len(each.configs)))
+        if len(indexes) > 1:
+            indexes.sort(key=lambda index: missed(index, TUNING_SEEDS[:1]))
+            del indexes[max(2, (len(indexes) + 1) // 2) :]
+        scores = {index: missed(index, TUNING_SEEDS) for index in sorted(indexes)}
+        index = min(scores, key=scores.__getitem__)
+        best[each.name] = (index, scores[index])
     return best
 
 
@@ -600,30 +712,17 @@ def _curve(
     ratio_min: float,
     wanted: Wanted,
 ) -> dict[int, Pooled]:
-    """Success by the number of engines, from the last size below the floor to one beyond it."""
-    base = len(fleet(cell.fleet).engines)
-    curve: dict[int, Pooled] = {}
-
-    def at(engines: int) -> float:
-        jobs = _jobs(
-            replace(cell, engines=engines), name, config, wanted.evaluation_seeds, wanted.span
-        )
-        curve[engines] = _pool(runner, jobs)
-        return curve[engines].in_time_ratio
-
-    if at(start) >= ratio_min:
-        for engines in range(start - 1, 0, -1):
-            if at(engines) < ratio_min:
-                break
-    else:
-        for engines in range(start + 1, base * GROWTH_MAX + 1):
-            if at(engines) >= ratio_min:
-                break
-    # One more on each side, so that every resampling of the seeds finds its floor.
-    for engines in (min(curve) - 1, max(curve) + 1):
-        if engines >= 1:
-            at(engines)
-    return curve
+    """Success by the number of engines, around the one that holds the floor."""
+    return floor_curve(
+        lambda engines, seeds: _pool(
+            runner, _jobs(replace(cell, engines=engines), name, config, seeds, wanted.span)
+        ),
+        start=start,
+        ratio_min=ratio_min,
+        seeds=wanted.evaluation_seeds,
+        least=1,
+        most=len(fleet(cell.fleet).engines) * GROWTH_MAX,
+    )
 
 
 def _usd_per_hour(cell: Cell, engines: int) -> float:
@@ -655,7 +754,7 @@ def _fleet_bound(
     hours = wanted.span.measured_s / 3_600.0
     per_hour = []
     for seed in wanted.evaluation_seeds[:BOUND_SEEDS]:
-        measured = _measured(plans_of(cell, seed, wanted.span), wanted.span)
+        measured = in_measured_time(drawn(cell, seed, wanted.span), wanted.span)
         bound = fluid_fleet(
             measured,
             fleet(cell.fleet),

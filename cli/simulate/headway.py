@@ -219,6 +219,9 @@ class Headway:
         self._nodes: dict[NodeId, list[int]] = {}
         self._agents_ms = 0.0
         self._told: dict[int, tuple[int, int, int]] = {}
+        # What agents said last of each engine, while the fleet has not heard it, and when they did.
+        self._reported: list[tuple[int, int, int]] = []
+        self._reported_ms = 0.0
 
     @property
     def name(self) -> str:
@@ -253,6 +256,7 @@ class Headway:
         self.desk.tick(self._now_ms)
 
     def _read_clock(self) -> None:
+        self._hear()
         self._now_ms = self.floor.now_ms + EPOCH_MS
 
     def _declare(self) -> None:
@@ -327,28 +331,41 @@ class Headway:
         self._pass()
 
     def refreshed(self) -> None:
+        """Keep what agents say until the fleet is next read: of reports that nobody reads only the last counts."""
+        self._reported_ms = self.floor.now_ms + EPOCH_MS
+        self._reported = [
+            (view.running, view.waiting, view.kv_tokens_used) for view in self.floor.engines
+        ]
+
+    def _hear(self) -> None:
+        """Tell the fleet what agents said last, as of when they said it."""
+        reported, self._reported = self._reported, []
+        if not reported:
+            return
         engines, told = self.floor.engines, self._told
         for node, indexes in self._nodes.items():
             reports = []
             for index in indexes:
-                view = engines[index]
-                gauges = (view.running, view.waiting, view.kv_tokens_used)
+                gauges = reported[index]
                 # An agent repeats itself; the fleet does nothing with what it knows.
                 if told.get(index) != gauges:
                     told[index] = gauges
+                    running, waiting, kv_tokens_used = gauges
+                    view = engines[index]
                     reports.append(
                         EngineTelemetry(
                             engine_id=view.spec.name,
-                            running=view.running,
-                            waiting=view.waiting,
-                            kv_used_ratio=view.kv_used_ratio,
+                            running=running,
+                            waiting=waiting,
+                            kv_used_ratio=kv_tokens_used / view.kv_tokens_capacity,
                         )
                     )
             if reports:
                 message = Telemetry(node_id=node, agent_epoch=AGENT_EPOCH, engines=reports)
-                self.fleet.telemetry(message, self.floor.now_ms + EPOCH_MS)
+                self.fleet.telemetry(message, self._reported_ms)
 
     def tick(self, now_ms: float) -> None:
+        self._hear()
         self._now_ms = now_ms + EPOCH_MS
         if self._now_ms - self._agents_ms >= AGENT_INTERVAL_MS:
             self._agents()

@@ -29,6 +29,7 @@ CAUSE_COLORS: Final[Mapping[str, str]] = {
     "cold_start": "#5fa8d3",
     "idle": "#dee2e6",
 }
+GPU_COLORS: Final = ("#00798c", "#edae49", "#8d5a97", "#4c956c", "#d1495b", "#5fa8d3")
 HEIGHT_PX: Final = 420
 MINUTES_PER_HOUR: Final = 60
 
@@ -68,6 +69,8 @@ def render(document: Document) -> str:
         sections.append(
             (f"A day at a floor of success: {place}", _day_table(group), list(_day_bars(group)))
         )
+    for place, group in _groups(cells, "gpu-mix"):
+        sections.append((f"GPU types: {place}", _mix_table(group), list(_mix(group))))
     if document.get("days"):
         sections.append(
             ("The fleet over the day", "", [_day(document["days"]), _work(document["days"])])
@@ -108,6 +111,9 @@ def _groups(cells: Sequence[Document], experiment: str) -> Iterable[tuple[str, l
     for cell in cells:
         if cell["experiment"] == experiment:
             place = f"{cell['workload']}, deadlines {cell['deadlines']}, {cell['fleet']} fleet"
+            if experiment == "gpu-mix":
+                # All fleets of one question stand side by side.
+                place = f"{cell['model']}, {cell['workload']}, load {cell['load']:g}, prices {cell['prices']}"
             groups.setdefault(place, []).append(cell)
     return groups.items()
 
@@ -270,6 +276,56 @@ def _floor(cells: Sequence[Document]) -> Iterable[Any]:
             )
         figure.add_hline(y=least, line_dash="dash", line_color="#52606d")
         yield figure
+
+
+def _mix(cells: Sequence[Document]) -> Iterable[Any]:
+    """Dollars at the floor by fleet, stacked by the types that they go to."""
+    for policy in dict.fromkeys(cell["policy"] for cell in cells):
+        here = sorted(
+            (
+                cell
+                for cell in cells
+                if cell["policy"] == policy and cell["fleet_usd_at_floor"] is not None
+            ),
+            key=lambda cell: cell["fleet_usd_at_floor"],
+        )
+        types = sorted({gpu for cell in here for gpu in cell["composition_usd_per_hour"]})
+        title = f"Fleet that does {cells[0]['success_ratio_min']:.0%} in time, {policy}"
+        figure = _figure(title, "", "dollars per hour", barmode="stack")
+        for number, gpu in enumerate(types):
+            figure.add_bar(
+                x=[cell["fleet"] for cell in here],
+                y=[cell["composition_usd_per_hour"].get(gpu, 0.0) for cell in here],
+                text=[f"{cell['composition'].get(gpu, 0.0):.2f}" for cell in here],
+                name=gpu,
+                marker_color=GPU_COLORS[number % len(GPU_COLORS)],
+            )
+        yield figure
+
+
+def _mix_table(cells: Sequence[Document]) -> str:
+    head = (
+        "fleet", "policy", "setting", "$ per hour", "ratio to best single type", "95 %", "ratio to best baseline",
+        "success", "in time",
+    )  # fmt: skip
+    rows = []
+    for cell in sorted(cells, key=lambda cell: cell["fleet_usd_at_floor"] or float("inf")):
+        single = cell["fleet_usd_ratio_to_best_single"] or {}
+        interval = single.get("ci95") or (None, None)
+        columns = (
+            cell["fleet"],
+            cell["policy"],
+            cell["config"],
+            _number(cell["fleet_usd_at_floor"], 2),
+            _number(single.get("value"), 3),
+            "" if None in interval else f"{interval[0]:.3f}-{interval[1]:.3f}",
+            _number((cell["fleet_usd_ratio_to_best_baseline"] or {}).get("value"), 3),
+            _number(cell["success_ratio"], 3),
+            _number(cell["in_time_ratio"], 3),
+        )
+        rows.append(_row(columns, "td", "ours" if _is_ours(cell["policy"]) else ""))
+    source = html.escape(f"Prices: {cells[0]['price_source']}, {cells[0]['price_date']}.")
+    return f"<p>{source}</p><table>{_row(head, 'th', '')}{''.join(rows)}</table>"
 
 
 def _day(days: Sequence[Document]) -> Any:

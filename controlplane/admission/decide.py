@@ -69,7 +69,9 @@ def decide(request: Request, snapshot: Snapshot, terms: Terms, now_ms: int) -> D
         return Admit(outcome)
     if outcome.is_transient:
         return Queue(outcome.reason)
-    return Refuse(outcome.reason, outcome.detail, outcome.retry_after_ms)
+    # Even an empty engine would be too slow: the same call comes too late again.
+    is_final = outcome.reason is Reason.DEADLINE_UNREACHABLE
+    return Refuse(outcome.reason, outcome.detail, outcome.retry_after_ms, is_final=is_final)
 
 
 def _home(request: Request, rows: tuple[EngineRow, ...]) -> EngineRow | None:
@@ -154,7 +156,7 @@ def _rules_out(request: Request, terms: Terms, now_ms: int) -> Refuse | None:
         return Refuse(Reason.INSUFFICIENT_QUOTA, detail)
     if remaining_ms(request.deadline_ms, now_ms) == 0:
         detail = "the deadline has passed; send the call again with a later one"
-        return Refuse(Reason.DEADLINE_UNREACHABLE, detail)
+        return Refuse(Reason.DEADLINE_UNREACHABLE, detail, is_final=True)
     if request.workflow is not None and remaining_ms(request.workflow_deadline_ms, now_ms) == 0:
         detail = f"the deadline of workflow `{request.workflow}` has passed"
         return Refuse(Reason.DEADLINE_UNREACHABLE, detail, is_final=True)

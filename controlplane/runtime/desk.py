@@ -25,6 +25,7 @@ from controlplane.runtime.fleet_state import FleetState
 from controlplane.runtime.pool_loads import PoolLoads
 from controlplane.runtime.rulings import PoolView
 from controlplane.runtime.waiting_line import Outcome, WaitingLine, Waits
+from controlplane.scheduler.axes.gpu_type import has_types, types_in_time
 from controlplane.scheduler.batch import CALLS_MAX, Asked, Joint, place_jointly
 from controlplane.scheduler.place import object_to, still_fits
 from policies.documents import Admission
@@ -154,13 +155,17 @@ class Desk(Generic[J]):
         rows = self.fleet.rows_for(request.model)
         if is_waiting and not self._has_seat(job, rows, now_ms):
             return Queue(Reason.QUEUE_FULL)
+        # What is decided on is what is recorded; who waits is asked anew, on the types that there are then.
+        job.request = self._on_types_in_time(request, rows, now_ms)
         decision, cached = self.decide(job, rows, now_ms)
         if isinstance(decision, Queue):
             job.home_until_ms = home_until_ms(request, Snapshot(rows, cached))
         if not (isinstance(decision, Queue) and is_waiting):
             self.record(job, cached, decision, now_ms)
         if not isinstance(decision, Admit):
+            job.request = request
             return decision
+        request = job.request
         placement = decision.placement
         if not still_fits(request, placement, int(now_ms)):
             return Queue(Reason.NO_CAPACITY)
@@ -185,6 +190,7 @@ class Desk(Generic[J]):
             for item in self.line.queue.soonest(model, CALLS_MAX):
                 request = self._ready(item.ticket, now_ms)
                 if request is not None:
+                    request = self._on_types_in_time(request, rows, now_ms)
                     asked.append(Asked(request, self.cached(request)))
             if len(asked) < CALLS_MIN:
                 continue
@@ -203,6 +209,23 @@ class Desk(Generic[J]):
             return None
         ready = prepared(ruled, job.terms, int(now_ms))
         return None if isinstance(ready, Refuse) else ready
+
+    def _on_types_in_time(
+        self, request: Request, rows: tuple[EngineRow, ...], now_ms: float
+    ) -> Request:
+        """The call, of a workflow that begins, on GPU types on which it can end in time."""
+        if request.workflow is None or request.home is not None or not has_types(rows):
+            return request
+        size = self.loads.of(request.model).sizes.of(
+            request.tenant,
+            request.scope,
+            request.priority,
+            given_ms=request.workflow_deadline_ms - now_ms,
+            tokens=1.0,
+        )
+        tolerance = 0.0 if size is None else size.tolerance
+        allowed = types_in_time(request, rows, int(now_ms), tolerance)
+        return request if allowed == request.gpu_types else replace(request, gpu_types=allowed)
 
     def _has_seat(self, job: J, rows: tuple[EngineRow, ...], now_ms: float) -> bool:
         """Whether any engine that a waiting call could go to has a seat: cheap, for most of the time none has.

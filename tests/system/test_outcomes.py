@@ -675,7 +675,7 @@ CASES: Final = (
         rule="made-up/for-later",
     ),
     Case(Reason.QUEUE_FULL, queue_full, 429, should_retry=True, wait_ms=(1, 60_000)),
-    Case(Reason.DEADLINE_UNREACHABLE, no_time_left, 429, should_retry=True),
+    Case(Reason.DEADLINE_UNREACHABLE, no_time_left, 429),
     Case(Reason.FAN_OUT_EXCEEDED, fanned_out, 429, should_retry=True),
     Case(Reason.NO_CAPACITY, no_engine, 503, should_retry=True, wait_ms=(1_000, 60_000)),
     Case(Reason.NO_CAPACITY, busy_engine, 503, should_retry=True, wait_ms=(1_000, 60_000)),

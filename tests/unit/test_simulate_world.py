@@ -290,3 +290,45 @@ def test_what_is_refused_at_the_first_step_was_never_begun_and_what_began_is_not
     check(result)
     assert {step for step, reason in refused if reason == "shed_overload"} == {0}
     assert result.late_kill_ratio == 0.0
+
+
+class Witness(Headway):
+    """Compares what the fleet knows of engines with what they reported last, whenever it is asked."""
+
+    reported: tuple[tuple[int, int, int], ...] = ()
+    compared = 0
+
+    def refreshed(self) -> None:
+        super().refreshed()
+        self.reported = tuple(
+            (view.running, view.waiting, view.kv_tokens_used) for view in self.floor.engines
+        )
+
+    def compare(self) -> None:
+        for view, (running, waiting, kv_tokens) in zip(
+            self.floor.engines, self.reported, strict=True
+        ):
+            row = self.fleet.row_of(view.spec.name)
+            assert (row.running, row.waiting) == (running, waiting)
+            assert abs(row.kv_tokens_used - kv_tokens) <= 1
+            self.compared += running > 0
+
+    def _request(self, call: Call):
+        self.compare()
+        return super()._request(call)
+
+    def tick(self, now_ms: float) -> None:
+        super().tick(now_ms)
+        self.compare()
+
+    def engine_changed(self, engine: int) -> None:
+        super().engine_changed(engine)
+        self.compare()
+
+
+def test_headway_decides_on_what_engines_reported_last_and_on_nothing_newer() -> None:
+    witness = Witness()
+    cordons = tuple(Cordon(at_s=20.05 + at, until_s=40.05 + at, engine=at) for at in range(3))
+    result = play(workload(3, 2.0), fleet(4), witness, options(faults=cordons))
+    check(result)
+    assert witness.compared > 100
