@@ -27,7 +27,7 @@ WINDOW_MS_MAX: Final = 600_000.0
 GIVEN_GAIN: Final = 0.05
 # Arrivals, and share of a window, after which demand is known.
 ASKED_MIN: Final = 48.0
-SPAN_RATIO_MIN: Final = 0.85
+SPAN_RATIO_MIN: Final = 0.3
 # A priority, with those above it, could be let in whole when it asks for no more than this share of a pool.
 WHOLE_RATIO: Final = 0.65
 # What it is worth above the others when it is asked how full engines may be.
@@ -136,12 +136,12 @@ class Bids:
         now_ms: int,
         stretches: Sequence[float],
         work_per_ms: Callable[[float], float],
-        in_time_ratio: Callable[[float, float], float],
+        in_time_ratios: Callable[[float, Sequence[float]], Sequence[float]],
     ) -> None:
         """Find the prices, and the stretch among `stretches` under which most value ends in time.
 
-        `work_per_ms` is the work that the pool does in a millisecond at a stretch, `in_time_ratio` the
-        probability that who tolerates so much ends in time at a stretch.
+        `work_per_ms` is the work that the pool does in a millisecond at a stretch, `in_time_ratios` the
+        probabilities that who tolerates so much ends in time at a stretch.
         """
         self._pass(now_ms)
         if not self.is_known:
@@ -154,7 +154,7 @@ class Bids:
         rooms_ms = {each: work_per_ms(each) * self._span_ms * self._unit for each in stretches}
         weighty = demand.whole(max(rooms_ms.values()))
         for stretch in stretches:
-            ratios = [in_time_ratio(stretch, tolerance) for tolerance in _TOLERANCES]
+            ratios = in_time_ratios(stretch, _TOLERANCES)
             found = demand.cleared(stretch, rooms_ms[stretch], ratios, weighty)
             gain = 1.0 + STRETCH_GAIN_MIN
             if known is not None and stretch == known.stretch_ratio:
@@ -211,7 +211,7 @@ class _Demand:
     each priority in all.
     """
 
-    __slots__ = ("_by_level", "_by_priority", "_ordered")
+    __slots__ = ("_by_level", "_by_priority", "_levels", "_ordered")
 
     def __init__(self, bins: Mapping[Bin, _Asked]) -> None:
         self._ordered = sorted(bins.items(), key=_by_worth)
@@ -221,6 +221,8 @@ class _Demand:
             there = self._by_level.setdefault(level, {})
             there[priority] = there.get(priority, 0.0) + asked.work_ms
             self._by_priority[priority] = self._by_priority.get(priority, 0.0) + asked.work_ms
+        # Dearest first, as they came.
+        self._levels = [(level, sum(there.values())) for level, there in self._by_level.items()]
 
     def whole(self, room_ms: float) -> frozenset[int]:
         """The priorities that could be let in whole, from the highest down."""
@@ -242,8 +244,7 @@ class _Demand:
     ) -> Clearing:
         """Who is let in when `room_ms` of work can be done; what of it ends in time is the value."""
         level_min, left_ms = -1, room_ms
-        for level, there in self._by_level.items():
-            work_ms = sum(there.values())
+        for level, work_ms in self._levels:
             if work_ms > left_ms:
                 level_min = level
                 break

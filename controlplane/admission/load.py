@@ -6,7 +6,7 @@ is promises: what is begun needs seats until its deadline, and more than there a
 Knows no clock and no engine, only how many seats there are.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import exp, log, log2, sqrt
 from statistics import NormalDist
@@ -92,7 +92,7 @@ CALL_GAIN: Final = 0.02
 URGENT_CALLS: Final = 1.5
 # Prices follow demand over minutes. When more than so many times the seats is promised already, what is asked
 # for must be worth more by so many levels for each doubling.
-PROMISED_RATIO: Final = 2.0
+PROMISED_RATIO: Final = 4.0
 SURGE_LEVELS: Final = 6.0
 # Who holds less than its part of a pool does not pay for a flood: when so many times more is asked for than
 # there is room for, its worth is doubled, and once more for each time that this doubles.
@@ -440,10 +440,10 @@ class PoolLoad:
         each = (max(0.0, ratio - 1.0) + SLOWED_PRIOR) / (told + SLOWED_PRIOR)
         return 1.0 + each * (stretch_ratio - 1.0)
 
-    def _in_time_ratio(self, stretch_ratio: float, tolerance: float) -> float:
-        """The probability that calls which may take `tolerance` times longer than alone do not take more."""
+    def _in_time_ratios(self, stretch_ratio: float, tolerances: Sequence[float]) -> list[float]:
+        """The probabilities that calls which may take so many times longer than alone do not take more."""
         slowed = self._slowed(exp(self._slowed_log), stretch_ratio)
-        return _NORMAL.cdf(log(tolerance / slowed) / TOLERANCE_SIGMA)
+        return [_NORMAL.cdf(log(each / slowed) / TOLERANCE_SIGMA) for each in tolerances]
 
     def _learn_slowed(self, tolerance: float, *, is_kept: bool) -> None:
         """A workflow that tolerated so much ended in time, or did not: by how much were calls slowed down?
@@ -606,7 +606,7 @@ class PoolLoad:
             now_ms,
             stretches or [stretch_ratio_min],
             lambda stretch: self._work_per_ms(seats_at(stretch), stretch),
-            self._in_time_ratio,
+            self._in_time_ratios,
         )
 
     def _follow(self, now_ms: int, stretch_ratio_min: float, stretch_ratio_max: float) -> None:

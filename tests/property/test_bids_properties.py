@@ -30,8 +30,8 @@ def filled(workflows, count=COUNT):
     return bids, now_ms
 
 
-def always(stretch, tolerance):
-    return 1.0
+def always(stretch, tolerances):
+    return [1.0] * len(tolerances)
 
 
 def let_in(bids, priority, value, work_ms):
@@ -82,8 +82,8 @@ def test_the_stretch_under_which_most_is_done_in_time_is_chosen(workflows):
     wanted_per_ms = sum(work for _, _, work, _ in workflows) / len(workflows) / STEP_MS
     room = {1.2: 0.4 * wanted_per_ms, 2.0: 0.8 * wanted_per_ms}
 
-    def in_time(stretch, tolerance):
-        return float(tolerance > 2 * stretch)
+    def in_time(stretch, tolerances):
+        return [float(each > 2 * stretch) for each in tolerances]
 
     bids.clear(now_ms, list(room), room.__getitem__, in_time)
     chosen, best = bids.clearing, {}
@@ -125,8 +125,8 @@ def test_a_priority_that_fits_whole_is_not_slowed_down_for_others():
     tight = [(9, 10_000, 1_000.0, 1.6)]
     room = {1.2: 3.0, 2.5: 6.0}
 
-    def in_time(stretch, tolerance):
-        return float(tolerance > stretch)
+    def in_time(stretch, tolerances):
+        return [float(each > stretch) for each in tolerances]
 
     bids, now_ms = filled([*patient, *tight])
     bids.clear(now_ms, list(room), room.__getitem__, in_time)

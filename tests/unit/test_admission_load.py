@@ -517,13 +517,13 @@ def test_who_can_not_spare_the_time_of_a_call_is_urgent():
 def test_engines_are_emptied_while_tight_workflows_end_late():
     """Calls must be slowed down by more than those can bear that are late."""
     load, now_ms = priced(works=(1_000,), load_ratio=0.5, times=1.8)
-    before = load._in_time_ratio(1.5, 1.8)
+    before = load._in_time_ratios(1.5, [1.8])[0]
     for number in range(60):
         request = of_size(f"late{number}", 1_000, 1.8, now_ms=now_ms)
         load.may_begin(request, ROOM, now_ms)
         load.served(request, seat_ms=900, alone_ms=900)
         load.workflow_ended(request.workflow, now_ms + 1_801)
-    assert load._in_time_ratio(1.5, 1.8) < before - 0.2
-    assert load._in_time_ratio(1.1, 1.8) > load._in_time_ratio(1.5, 1.8)
+    assert load._in_time_ratios(1.5, [1.8])[0] < before - 0.2
+    assert load._in_time_ratios(1.1, [1.8])[0] > load._in_time_ratios(1.5, [1.8])[0]
     # What no emptiness could have kept is no reason to empty engines further.
-    assert load._in_time_ratio(1.1, 1.8) > 0.7
+    assert load._in_time_ratios(1.1, [1.8])[0] > 0.7

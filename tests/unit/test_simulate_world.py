@@ -289,7 +289,9 @@ def test_what_is_refused_at_the_first_step_was_never_begun_and_what_began_is_not
     )
     check(result)
     assert {step for step, reason in refused if reason == "shed_overload"} == {0}
-    assert result.late_kill_ratio == 0.0
+    # What began ends early only when its deadline is out of reach.
+    assert {reason for step, reason in refused if step} <= {"deadline_unreachable"}
+    assert result.late_kill_ratio < 0.05
 
 
 class Witness(Headway):
