@@ -15,11 +15,18 @@ which is what tight deadlines cost: they forbid large batches.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final, TypeVar
 
-from cli.simulate.contracts import MICRO_USD_PER_USD, MS_PER_S, EngineSpec, FleetSpec, Plan
+from cli.simulate.contracts import (
+    MICRO_USD_PER_USD,
+    MS_PER_S,
+    EngineSpec,
+    FleetSpec,
+    Plan,
+    Step,
+)
 
 # Tangents to 1/U in a mixed fleet, where a workflow may split its slack over types: slopes relative
 # to the one at which the whole workflow runs on one type. More only tighten the bound.
@@ -72,6 +79,9 @@ class _Kind:
 class _Needs:
     """Of a workflow on one kind of engine: `work_s` engine-seconds at least in any batch, `roots` the
     sum of roots of its parts, `steps_s` = steps x base, `kv_token_s` held at least beside the shared prefix.
+
+    Of a workflow with branches the first three are those of the calls that come one after the other and
+    take longest; `beside_s` is the work of the others.
     """
 
     work_s: float
@@ -79,6 +89,7 @@ class _Needs:
     steps_s: float
     kv_token_s: float
     base_s: float
+    beside_s: float = 0.0
 
     @property
     def alone_s(self) -> float:
@@ -86,17 +97,25 @@ class _Needs:
 
     def charged_s(self, slack_s: float) -> float:
         """Engine-seconds at least when its steps may exceed empty ones by `slack_s` in all."""
-        return self.work_s + self.base_s * self.roots * self.roots / slack_s
+        return self.all_work_s + self.base_s * self.roots * self.roots / slack_s
+
+    @property
+    def all_work_s(self) -> float:
+        return self.work_s + self.beside_s
 
 
 def isolated_s(plan: Plan, spec: EngineSpec) -> float:
-    """Seconds from arrival to the end on an idle engine that holds the shared prefix."""
-    return gaps_s(plan) + _needs(plan, spec).alone_s
+    """Seconds from arrival to the end on an idle engine that holds the shared prefix.
+
+    Branches take as long as the longest of them takes alone.
+    """
+    path, pauses_s = _longest(plan.steps, spec)
+    return pauses_s + _sequence(path, spec).alone_s
 
 
 def engine_work_s(plan: Plan, spec: EngineSpec) -> float:
     """Engine-seconds that the plan adds to the steps that it takes part in, their base not counted."""
-    return _needs(plan, spec).work_s
+    return _needs(plan, spec).all_work_s
 
 
 def gaps_s(plan: Plan) -> float:
@@ -104,13 +123,51 @@ def gaps_s(plan: Plan) -> float:
     return sum(step.gap_s for step in plan.steps[:-1])
 
 
-def _needs(plan: Plan, spec: EngineSpec, steps: slice = slice(None)) -> _Needs:
+def _needs(plan: Plan, spec: EngineSpec) -> _Needs:
+    path, _ = _longest(plan.steps, spec)
+    need = _sequence(path, spec, plan.prefix_tokens)
+    if len(path) == len(plan.steps):
+        return need
+    work_s = kv_token_s = 0.0
+    for steps, prefix_tokens in _chains(plan.steps, plan.prefix_tokens):
+        each = _sequence(steps, spec, prefix_tokens)
+        work_s += each.work_s
+        kv_token_s += each.kv_token_s
+    return replace(need, kv_token_s=kv_token_s, beside_s=max(0.0, work_s - need.work_s))
+
+
+def _chains(steps: tuple[Step, ...], prefix_tokens: int) -> Iterator[tuple[tuple[Step, ...], int]]:
+    """The steps, and those of every branch, with the tokens of their shared prefix."""
+    yield steps, prefix_tokens
+    for step in steps:
+        for branch in step.branches:
+            yield from _chains(branch.steps, branch.prefix_tokens)
+
+
+def _longest(steps: tuple[Step, ...], spec: EngineSpec) -> tuple[Sequence[Step], float]:
+    """The calls that come one after the other and take longest alone, and the seconds between them."""
+    pauses_s = sum(step.gap_s for step in steps[:-1])
+    if not any(step.branches for step in steps):
+        return steps, pauses_s
+    path: list[Step] = []
+    for step in steps:
+        path.append(step)
+        if step.branches:
+            ways = [_longest(branch.steps, spec) for branch in step.branches]
+            way, between_s = max(ways, key=lambda each: _sequence(each[0], spec).alone_s + each[1])
+            path.extend(way)
+            pauses_s += between_s
+    return path, pauses_s
+
+
+def _sequence(steps: Sequence[Step], spec: EngineSpec, prefix_tokens: int = 0) -> _Needs:
+    """Of steps one after the other, their branches not counted."""
     rates, slowness = spec.rates, spec.slowness_ratio / MS_PER_S
     base_s = rates.decode_ms_base * slowness
     per_kv_s = rates.decode_ms_per_kv_token * slowness
     work_s = roots = kv_token_s = 0.0
     taken = 0
-    for step in plan.steps[steps]:
+    for step in steps:
         prefill_s = max(1, step.new_tokens) * rates.prefill_ms_per_token * slowness
         decodes = max(0, step.completion_tokens - 1)
         first_s = rates.decode_ms_per_seq * slowness + per_kv_s * step.prompt_tokens
@@ -119,13 +176,13 @@ def _needs(plan: Plan, spec: EngineSpec, steps: slice = slice(None)) -> _Needs:
         # The mean of its ends is below the mean of a concave function between them.
         roots += math.sqrt(prefill_s) + decodes * 0.5 * (math.sqrt(first_s) + math.sqrt(last_s))
         taken += 1 + decodes
-        kv_token_s += (1 + decodes) * base_s * _own_tokens(plan, step.prompt_tokens)
+        kv_token_s += (1 + decodes) * base_s * _own_tokens(step, prefix_tokens)
     return _Needs(work_s, roots, taken * base_s, kv_token_s, base_s)
 
 
-def _own_tokens(plan: Plan, prompt_tokens: int) -> int:
+def _own_tokens(step: Step, prefix_tokens: int) -> int:
     """What is in memory once for all that share it is not charged to one."""
-    return max(0, prompt_tokens - plan.prefix_tokens)
+    return max(0, step.prompt_tokens - prefix_tokens)
 
 
 def _kinds(fleet: FleetSpec) -> list[_Kind]:
@@ -254,7 +311,7 @@ def _fluid(
             for k in (0.0, *(slope * factor for factor in TANGENTS)):
                 tangent = solver.Constraint(0.0, infinity)
                 tangent.SetCoefficient(charged, 1.0)
-                tangent.SetCoefficient(share, -need.work_s - need.base_s * 2.0 * k * need.roots)
+                tangent.SetCoefficient(share, -need.all_work_s - need.base_s * 2.0 * k * need.roots)
                 tangent.SetCoefficient(spent, need.base_s * k * k * leaves_s)
     # Between any two instants no more than the engines' time, of what must be done between them.
     for low, high in _windows(spans, FLUID_WINDOWS_MAX):
@@ -350,7 +407,9 @@ def clairvoyant(
             for kind in kinds:
                 part = model.new_int_var(0, PARTS, "")
                 parts.append(part)
-                per_kind.append((math.floor(_needs(plan, kind.spec).work_s * TICKS_PER_S), part))
+                per_kind.append(
+                    (math.floor(_needs(plan, kind.spec).all_work_s * TICKS_PER_S), part)
+                )
             model.add(sum(parts) == PARTS * done)
         charges.append(per_kind)
         if is_detailed:
@@ -406,21 +465,21 @@ def _steps(
     seats: list[list[Any]],
     held: list[list[int]],
 ) -> None:
-    """Optional intervals of the plan's steps, one for each kind of engine that might take it."""
+    """Optional intervals of the plan's own steps, one for each kind of engine that might take it."""
     ready: Any = span[0]
-    for number, step in enumerate(plan.steps):
+    for step in plan.steps:
         start, end = model.new_int_var(*span, ""), model.new_int_var(*span, "")
         model.add(start >= ready).only_enforce_if(done)
         takers = []
         for index, kind in enumerate(kinds):
-            alone_s = _needs(plan, kind.spec, slice(number, number + 1)).alone_s
+            alone_s = _sequence((step,), kind.spec).alone_s
             shortest = math.floor(alone_s * TICKS_PER_S)
             if shortest > span[1] - span[0]:
                 continue
             taken = model.new_bool_var("")
             size = model.new_int_var(shortest, span[1] - span[0], "")
             seats[index].append(model.new_optional_interval_var(start, size, end, taken, ""))
-            held[index].append(_own_tokens(plan, step.prompt_tokens))
+            held[index].append(_own_tokens(step, plan.prefix_tokens))
             takers.append(taken)
         model.add(sum(takers) == done)
         ready = end + math.floor(step.gap_s * TICKS_PER_S)

@@ -62,7 +62,8 @@ def simulate(
         Experiment, typer.Option("--experiment", help="What is asked.")
     ] = Experiment.FIXED,
     workload: Annotated[
-        str, typer.Option("--workload", help="coding, chat, bounded, mix, or trace files.")
+        str,
+        typer.Option("--workload", help="coding, chat, bounded, subagents, mix, or trace files."),
     ] = "coding,bounded,mix",
     deadlines: Annotated[
         str, typer.Option("--deadlines", help="own, blurred, class: what deadlines say of sizes.")

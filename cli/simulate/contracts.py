@@ -5,7 +5,7 @@ calls and engines and acts through the floor; everything that is random comes fr
 Times of the world are milliseconds since it began (`_ms`), those of plans seconds (`_s`).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
@@ -32,17 +32,41 @@ class Step:
     """One call of a workflow. Its prompt is `reusable_tokens` that the context before it began with, and
     `new_tokens` behind them; `gap_s` pass between its end and the next step.
 
-    Of a first step the reusable tokens are the prefix that the plan shares with others.
+    Of a first step the reusable tokens are the prefix that the plan shares with others. A step may hand
+    work to `branches`, which begin at its end and all run at once: `gap_s` begins when the last of them
+    has ended.
     """
 
     new_tokens: int
     reusable_tokens: int
     completion_tokens: int
     gap_s: float = 0.0
+    branches: "tuple[Branch, ...]" = ()
 
     @property
     def prompt_tokens(self) -> int:
         return self.new_tokens + self.reusable_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """A sub-agent: calls of the same workflow, one after the other, with a context of their own.
+
+    Its prompts begin with `prefix_tokens` that it shares with branches of its `kind` that have as many, of
+    all plans with the same prefix.
+    """
+
+    steps: tuple[Step, ...]
+    prefix_tokens: int = 0
+    kind: str = "agent"
+
+
+def all_steps(steps: tuple[Step, ...]) -> Iterator[Step]:
+    """The steps and those of their branches, each followed by its branches'."""
+    for step in steps:
+        yield step
+        for branch in step.branches:
+            yield from all_steps(branch.steps)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +98,11 @@ class Plan:
     ttft_s_max: float = 10.0
     tpot_s_max: float = 0.1
     value_usd: float = 0.05
+
+    @property
+    def calls(self) -> int:
+        """Its steps and those of their branches."""
+        return sum(1 for _ in all_steps(self.steps))
 
 
 # ------------------------------------------------------------ what serves it
@@ -183,25 +212,68 @@ class Waste(StrEnum):
     IDLE = "idle"
 
 
+class Chain:
+    """A context, and the steps that go on in it one after the other: a plan's own, or those of a branch.
+
+    `key` names the context, in a run: the plan's number for its own. `home` is the engine that its step
+    before ran on, or -1; `place` that of its present step; `open` counts the branches of that step that have
+    not ended, `parent` is whose branch it is.
+    """
+
+    __slots__ = ("home", "key", "open", "parent", "place", "prefix", "prefix_tokens", "steps")
+
+    def __init__(self, plan: Plan, number: int = 0, branch: Branch | None = None) -> None:
+        self.key: int | tuple[int, int] = plan.number if branch is None else (plan.number, number)
+        self.steps = plan.steps if branch is None else branch.steps
+        self.prefix = plan.prefix
+        self.prefix_tokens = plan.prefix_tokens
+        if branch is not None:
+            has_prefix = bool(plan.prefix) and branch.prefix_tokens > 0
+            self.prefix = (
+                f"{plan.prefix} {branch.kind} {branch.prefix_tokens}" if has_prefix else ""
+            )
+            self.prefix_tokens = branch.prefix_tokens
+        self.home = -1
+        self.place = 0
+        self.open = 0
+        self.parent: Chain | None = None
+
+
 class Call:
     """One step of one plan on its way. The world writes to it; strategies read, and may keep what they
     like in `own`.
 
-    `completion_tokens_expected` and `steps_expected` are what was learned of the workflow's class so
-    far. True sizes are in `plan`, for clairvoyant strategies only. `deadline_ms` is the workflow's,
+    `step_number` counts the workflow's calls as they come, branches' among them; `place` is the step's in
+    its `chain`. `completion_tokens_expected` and `steps_expected` are what was learned of the workflow's
+    class so far. True sizes are in `plan`, for clairvoyant strategies only. `deadline_ms` is the workflow's,
     `asked_ms` when this try came, `arrived_ms` when the step's first try came. `cached_tokens` of its
     prompt were found in the cache, as the engine reports at its end. `engine` is -1 while it
-    is on none; `home` is the engine that the plan's step before ran on, or -1.
+    is on none; `home` is the engine that the chain's step before ran on, or -1, and `workflow_home` the one
+    where a call of the workflow ended last.
     """
 
     __slots__ = (
-        "arrived_ms", "asked_ms", "cached_tokens", "completion_tokens_expected", "deadline_ms", "ended_ms",
-        "engine", "first_token_ms", "gpu_ms", "home", "id", "is_waiting", "own", "plan", "sent_ms",
-        "step_number", "steps_expected", "tries",
+        "arrived_ms", "asked_ms", "cached_tokens", "chain", "completion_tokens_expected", "deadline_ms",
+        "ended_ms", "engine", "first_token_ms", "gpu_ms", "home", "id", "is_between_tries", "is_waiting",
+        "own", "place", "plan", "sent_ms", "step", "step_number", "steps_expected", "tries",
+        "workflow_home",
     )  # fmt: skip
 
-    def __init__(self, plan: Plan, step_number: int, now_ms: float, deadline_ms: float) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        step_number: int,
+        now_ms: float,
+        deadline_ms: float,
+        chain: Chain | None = None,
+    ) -> None:
+        if chain is None:
+            chain = Chain(plan)
+            chain.place = step_number
         self.plan = plan
+        self.chain = chain
+        self.place = chain.place
+        self.step = chain.steps[chain.place]
         self.step_number = step_number
         self.id = f"w{plan.number}-{step_number}"
         self.arrived_ms = now_ms
@@ -212,6 +284,7 @@ class Call:
         self.tries = 0
         self.engine = -1
         self.home = -1
+        self.workflow_home = -1
         self.sent_ms = 0.0
         self.first_token_ms = 0.0
         self.ended_ms = 0.0
@@ -219,19 +292,25 @@ class Call:
         self.cached_tokens = 0
         # With the strategy, which owes an answer: send it or refuse it.
         self.is_waiting = True
+        # Refused, and its client will come again.
+        self.is_between_tries = False
         self.own: Any = None
 
     @property
-    def step(self) -> Step:
-        return self.plan.steps[self.step_number]
-
-    @property
     def prompt_tokens(self) -> int:
-        return self.plan.steps[self.step_number].prompt_tokens
+        return self.step.prompt_tokens
 
     @property
     def is_last(self) -> bool:
-        return self.step_number + 1 == len(self.plan.steps)
+        """Nothing of the workflow comes after it, whatever still runs beside it."""
+        chain = self.chain
+        if self.step.branches or self.place + 1 < len(chain.steps):
+            return False
+        while chain.parent is not None:
+            chain = chain.parent
+            if chain.place + 1 < len(chain.steps):
+                return False
+        return True
 
 
 # ------------------------------------------------------------ what a strategy sees and does
@@ -364,7 +443,8 @@ class Strategy(Protocol):
         ...
 
     def expired(self, call: Call) -> None:
-        """The client hung up, at its deadline: the call is gone, wherever it was.
+        """The client hung up, at its deadline or because another call has ended its workflow: the call is
+        gone, wherever it was.
 
         `call.engine` is where it ran or stood, -1 when it was with the strategy.
         """

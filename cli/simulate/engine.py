@@ -19,6 +19,8 @@ BLOCK_TOKENS: Final = 16
 # Steps of one segment at most; a segment this long is a day of decoding.
 SEGMENT_STEPS_MAX: Final = 1 << 22
 _EPSILON_STEPS: Final = 1e-9
+# The key of a chain.
+Context = int | tuple[int, int]
 
 
 class Running:
@@ -61,7 +63,7 @@ class Kept:
     """Tokens of a context, or of a shared prefix, that nobody uses now or that `pins` calls use."""
 
     tokens: int
-    step_number: int = 0
+    place: int = 0
     pins: int = 0
 
 
@@ -138,10 +140,10 @@ class Engine:
         self._waiting_count = 0
         self._running: dict[int, Running] = {}
         self._leaving: list[Running] = []
-        self._contexts: dict[int, Kept] = {}
+        self._contexts: dict[Context, Kept] = {}
         self._prefixes: dict[str, Kept] = {}
-        # What nobody uses, longest unused first: workflows by number, prefixes by name.
-        self._unused: OrderedDict[int | str, Kept] = OrderedDict()
+        # What nobody uses, longest unused first: contexts by their chain's key, prefixes by name.
+        self._unused: OrderedDict[Context | str, Kept] = OrderedDict()
 
     # ------------------------------------------------------------ gauges
 
@@ -175,21 +177,22 @@ class Engine:
 
     def match(self, call: Call) -> int:
         """Tokens of the call's prompt that are cached, in whole blocks; at least one is not."""
-        plan, number = call.plan, call.step_number
-        most = plan.steps[number].prompt_tokens - 1
+        chain, place = call.chain, call.place
+        steps = chain.steps
+        most = steps[place].prompt_tokens - 1
         found = 0
-        if plan.prefix:
-            kept = self._prefixes.get(plan.prefix)
-            found = 0 if kept is None else min(kept.tokens, plan.prefix_tokens)
-            if found < plan.prefix_tokens:
+        if chain.prefix:
+            kept = self._prefixes.get(chain.prefix)
+            found = 0 if kept is None else min(kept.tokens, chain.prefix_tokens)
+            if found < chain.prefix_tokens:
                 return min(found, most) // BLOCK_TOKENS * BLOCK_TOKENS
-        context = self._contexts.get(plan.number)
+        context = self._contexts.get(chain.key)
         if context is not None:
             found += context.tokens
         # Each step since may have kept less of the context before it.
-        begin = 0 if context is None else context.step_number + 1
-        for later in range(begin, number + 1):
-            found = min(found, plan.steps[later].reusable_tokens)
+        begin = 0 if context is None else context.place + 1
+        for later in range(begin, place + 1):
+            found = min(found, steps[later].reusable_tokens)
         return max(0, min(found, most)) // BLOCK_TOKENS * BLOCK_TOKENS
 
     def forget(self) -> None:
@@ -445,27 +448,27 @@ class Engine:
 
     def _pins_of(self, call: Call, matched: int) -> int:
         """Tokens that would be pinned in addition for a match."""
-        plan = call.plan
-        kept = self._prefixes.get(plan.prefix) if plan.prefix and matched else None
+        prefix = call.chain.prefix
+        kept = self._prefixes.get(prefix) if prefix and matched else None
         return matched if kept is None or not kept.pins else max(0, matched - kept.tokens)
 
     def _begin(self, running: Running, matched: int) -> None:
         """Hold what is cached of the prompt; the rest is computed."""
-        plan = running.call.plan
+        chain = running.call.chain
         self._running[running.order] = running
         self._prefilling.append(running)
         own = matched
-        prefix = self._prefixes.get(plan.prefix) if plan.prefix and matched else None
+        prefix = self._prefixes.get(chain.prefix) if chain.prefix and matched else None
         if prefix is not None:
             if not prefix.pins:
-                self._unused.pop(plan.prefix, None)
+                self._unused.pop(chain.prefix, None)
                 self.cached -= prefix.tokens
                 self.pinned += prefix.tokens
             prefix.pins += 1
             running.prefix_tokens = prefix.tokens
             own = max(0, matched - prefix.tokens)
-        if plan.number in self._contexts:
-            self._drop(plan.number)
+        if chain.key in self._contexts:
+            self._drop(chain.key)
         running.own_tokens = own
         self.pinned += own
         running.computed = matched
@@ -477,18 +480,18 @@ class Engine:
 
     def _publish_prefix(self, running: Running) -> None:
         """What this call has computed of its shared prefix can be found from now on."""
-        plan = running.call.plan
-        missing = plan.prefix_tokens - running.prefix_tokens
-        if not plan.prefix or missing <= 0 or running.computed < plan.prefix_tokens:
+        chain = running.call.chain
+        missing = chain.prefix_tokens - running.prefix_tokens
+        if not chain.prefix or missing <= 0 or running.computed < chain.prefix_tokens:
             return
-        known = self._prefixes.get(plan.prefix)
+        known = self._prefixes.get(chain.prefix)
         if known is None:
-            known = self._prefixes[plan.prefix] = Kept(0)
+            known = self._prefixes[chain.prefix] = Kept(0)
         elif running.prefix_tokens == 0 or known.tokens > running.prefix_tokens:
             # Another call was faster: this copy can not be found.
             return
         known.pins += running.prefix_tokens == 0
-        known.tokens = running.prefix_tokens = plan.prefix_tokens
+        known.tokens = running.prefix_tokens = chain.prefix_tokens
         running.own_tokens -= missing
 
     def _preempt(self) -> Running:
@@ -518,7 +521,7 @@ class Engine:
     def _leave(self, running: Running) -> None:
         """Give up a running call's place and memory; what it computed stays cached while there is room."""
         del self._running[running.order]
-        plan = running.call.plan
+        chain = running.call.chain
         own = running.own_tokens
         if running.is_decoding:
             done = self._odometer - running.started_at
@@ -531,27 +534,27 @@ class Engine:
             self.prefill_tokens_waiting -= running.target - running.computed
         self.pinned -= own
         running.own_tokens = 0
-        prefix = self._prefixes.get(plan.prefix) if plan.prefix else None
+        prefix = self._prefixes.get(chain.prefix) if chain.prefix else None
         # A copy of the shared prefix, or of its tail, that another call has published is not kept.
-        copied = plan.prefix_tokens - running.prefix_tokens if plan.prefix else 0
-        if copied == 0 or (prefix is not None and prefix.tokens >= plan.prefix_tokens):
-            self._keep(plan.number, own - copied, running.call.step_number)
+        copied = chain.prefix_tokens - running.prefix_tokens if chain.prefix else 0
+        if copied == 0 or (prefix is not None and prefix.tokens >= chain.prefix_tokens):
+            self._keep(chain.key, own - copied, running.call.place)
         if running.prefix_tokens and prefix is not None:
             running.prefix_tokens = 0
             prefix.pins -= 1
             if not prefix.pins:
                 # The head of a context is freed after its tail, and so is taken later.
-                self._unused[plan.prefix] = prefix
+                self._unused[chain.prefix] = prefix
                 self.cached += prefix.tokens
                 self.pinned -= prefix.tokens
         self._make_room()
 
-    def _keep(self, workflow: int, tokens: int, step_number: int) -> None:
+    def _keep(self, context: Context, tokens: int, place: int) -> None:
         if tokens <= 0:
             return
-        if workflow in self._contexts:
-            self._drop(workflow)
-        kept = self._contexts[workflow] = self._unused[workflow] = Kept(tokens, step_number)
+        if context in self._contexts:
+            self._drop(context)
+        kept = self._contexts[context] = self._unused[context] = Kept(tokens, place)
         self.cached += kept.tokens
 
     # ------------------------------------------------------------ inside: memory
@@ -569,11 +572,11 @@ class Engine:
                 self.cached -= over
                 over = 0
 
-    def _drop(self, key: int | str) -> None:
+    def _drop(self, key: Context | str) -> None:
         kept = self._unused.pop(key, None)
         if kept is not None:
             self.cached -= kept.tokens
-        if isinstance(key, int):
-            del self._contexts[key]
-        else:
+        if isinstance(key, str):
             del self._prefixes[key]
+        else:
+            del self._contexts[key]

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from cli.failure import CommandFailure, ExitCode
 from cli.simulate.baselines import family
-from cli.simulate.contracts import EngineSpec, FleetSpec, Plan
+from cli.simulate.contracts import EngineSpec, FleetSpec, Plan, all_steps
 from cli.simulate.deadlines import Deadlines
 from cli.simulate.experiments import (
     HEADWAY,
@@ -193,7 +193,7 @@ def demands_of(
             groups.setdefault((name, priority, size), []).append(plan)
     demands = []
     for (name, priority, size), group in groups.items():
-        steps = [step for plan in group for step in plan.steps]
+        steps = [step for plan in group for step in all_steps(plan.steps)]
         pauses = [step.gap_s for plan in group for step in plan.steps[:-1]]
         deadlines = [plan.deadline_s for plan in group if plan.deadline_s is not None]
         rate = len(group) / measured_s

@@ -5,7 +5,7 @@ plan's numbers. Not simulated: money, rules, several replicas that share credits
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Final
@@ -21,7 +21,8 @@ from cli.simulate.ablate import (
     is_compiled,
     taken_away,
 )
-from cli.simulate.contracts import MS_PER_S, Call, Condition, Fate, Floor, Plan
+from cli.simulate.contracts import MS_PER_S, Call, Condition, EngineView, Fate, Floor, Plan
+from cli.simulate.engine import Context
 from controlplane.admission.queue import QUEUE_CLASS, Charge
 from controlplane.domain.catalog import Catalog, Limits, Node
 from controlplane.domain.decision import Decision, Placement, Queue, Refuse
@@ -148,21 +149,22 @@ class Contexts:
     """Chained digests of workflows' prompts on the position grid, as the gateway would find them."""
 
     def __init__(self) -> None:
-        self._by_workflow: dict[int, list[int]] = {}
+        self._by_workflow: dict[int, dict[Context, list[int]]] = {}
 
     def prefix(self, call: Call) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Digests, shallowest first, and the prompt tokens up to each; as far as they are reusable they are
         those of the step before, else of the shared prefix.
         """
-        plan, number = call.plan, call.step_number
-        step = plan.steps[number]
-        known = self._by_workflow.setdefault(plan.number, [])
-        digests = known[: _count(step.reusable_tokens)] if number else []
-        if number == 0 and plan.prefix:
-            digests.extend(_digests(f"shared {plan.prefix}", 0, _count(plan.prefix_tokens)))
+        plan, chain, step = call.plan, call.chain, call.step
+        contexts = self._by_workflow.setdefault(plan.number, {})
+        digests: list[int] = []
+        if call.place:
+            digests = contexts.get(chain.key, digests)[: _count(step.reusable_tokens)]
+        elif chain.prefix:
+            digests.extend(_digests(f"shared {chain.prefix}", 0, _count(chain.prefix_tokens)))
         count = _count(step.prompt_tokens)
-        digests.extend(_digests(f"{plan.number} {number}", len(digests), count))
-        self._by_workflow[plan.number] = digests
+        digests.extend(_digests(f"{plan.number} {call.step_number}", len(digests), count))
+        contexts[chain.key] = digests
         return tuple(digests), _BOUNDARIES[: len(digests)]
 
     def forget(self, plan: Plan) -> None:
@@ -190,6 +192,26 @@ def _count(tokens: int) -> int:
     return low
 
 
+@dataclass(frozen=True, slots=True)
+class _Sign:
+    """What an agent says once a second while its engines are in these conditions."""
+
+    conditions: tuple[Condition, ...]
+    beat: Beat
+    grant: CreditGrant
+
+
+def _sign_of(node: NodeId, conditions: tuple[Condition, ...], views: Sequence[EngineView]) -> _Sign:
+    on = [view for view in views if view.condition is not Condition.OFF]
+    states = {view.spec.name: _STATES[view.condition] for view in on}
+    holds = {view.spec.name: (view.spec.seats, view.kv_tokens_capacity) for view in on}
+    return _Sign(
+        conditions,
+        Beat(node_id=node, agent_epoch=AGENT_EPOCH, engine_states=states),
+        CreditGrant(node_id=node, agent_epoch=AGENT_EPOCH, ttl_ms=CREDIT_TTL_MS, holds=holds),
+    )
+
+
 class Headway:
     """Implements `Strategy` with the code that decides in a live replica."""
 
@@ -213,11 +235,15 @@ class Headway:
         self._is_freed = False
         self._estimates = Estimates()
         self._spent: Counter[int] = Counter()
+        # Calls that were let in and have not ended, by workflow; and those that ended workflows left.
+        self._calls: Counter[int] = Counter()
+        self._calls_left = 0
         self._contexts = Contexts()
         self._terms: dict[tuple[float, int, str], Terms] = {}
         self._engine_of: dict[str, int] = {}
         self._nodes: dict[NodeId, list[int]] = {}
         self._agents_ms = 0.0
+        self._signs: dict[NodeId, _Sign] = {}
         self._told: dict[int, tuple[int, int, int]] = {}
         # What agents said last of each engine, while the fleet has not heard it, and when they did.
         self._reported: list[tuple[int, int, int]] = []
@@ -237,6 +263,7 @@ class Headway:
             "seats_taken": float(sum(row.seats_taken for row in rows)),
             "kv_tokens_taken": float(sum(row.kv_tokens_taken for row in rows)),
             "prefill_tokens_pending": float(sum(row.prefill_tokens_pending for row in rows)),
+            "workflow_calls": float(self._calls_left + self._calls.total()),
         }
 
     # ------------------------------------------------------------ the fleet, as agents tell it
@@ -311,16 +338,13 @@ class Headway:
         """Signs of life and credits, once a second: the one replica is lent everything."""
         self._agents_ms = self._now_ms
         for node, indexes in self._nodes.items():
-            views = [self.floor.engines[index] for index in indexes]
-            on = [view for view in views if view.condition is not Condition.OFF]
-            states = {view.spec.name: _STATES[view.condition] for view in on}
-            beat = Beat(node_id=node, agent_epoch=AGENT_EPOCH, engine_states=states)
-            self.fleet.beat(beat, self._now_ms)
-            holds = {view.spec.name: (view.spec.seats, view.kv_tokens_capacity) for view in on}
-            grant = CreditGrant(
-                node_id=node, agent_epoch=AGENT_EPOCH, ttl_ms=CREDIT_TTL_MS, holds=holds
-            )
-            self.fleet.granted(grant, self._now_ms)
+            conditions = tuple(self.floor.engines[index].condition for index in indexes)
+            sign = self._signs.get(node)
+            if sign is None or sign.conditions != conditions:
+                views = [self.floor.engines[index] for index in indexes]
+                sign = self._signs[node] = _sign_of(node, conditions, views)
+            self.fleet.beat(sign.beat, self._now_ms)
+            self.fleet.granted(sign.grant, self._now_ms)
 
     def engine_changed(self, engine: int) -> None:
         self._read_clock()
@@ -390,6 +414,7 @@ class Headway:
             # Load refuses before anything is held; nothing was promised that could be given back.
             self._answer(job, refuse)
             return
+        self._calls[call.plan.number] += 1
         outcome = self.desk.ask(job, now_ms)
         match outcome:
             case Placement():
@@ -427,7 +452,7 @@ class Headway:
         self._spent[call.plan.number] += spec.model.cost_micro_usd(
             prompt=usage.prompt_tokens, cached=usage.cached_tokens, completion=completion_tokens
         )
-        self.desk.ended(job, RequestState.SUCCEEDED, usage, tpot_ms, self._now_ms)
+        self._closed(job, RequestState.SUCCEEDED, usage, tpot_ms)
         self._pass()
 
     def failed(self, call: Call) -> None:
@@ -441,7 +466,7 @@ class Headway:
             self._send(job)
         else:
             self.desk.release(job)
-            self.desk.ended(job, RequestState.FAILED, _NOTHING_USED, None, self._now_ms)
+            self._closed(job, RequestState.FAILED, _NOTHING_USED, None)
             may_return = self.desk.try_retry(job.request, self._now_ms)
             self.floor.refuse(call, None, is_final=not may_return)
         self._pass_if_freed()
@@ -457,20 +482,27 @@ class Headway:
         else:
             self.line.remove(job)
         self.desk.release(job)
-        self.desk.ended(job, RequestState.CANCELLED, _NOTHING_USED, None, self._now_ms)
+        self._closed(job, RequestState.CANCELLED, _NOTHING_USED, None)
         self._pass_if_freed()
 
     def workflow_ended(self, plan: Plan, fate: Fate) -> None:
         self._read_clock()
         self._contexts.forget(plan)
         self._spent.pop(plan.number, None)
+        self._calls_left += self._calls.pop(plan.number, 0)
         tenant, model = TenantId(plan.tenant), self._model_of(plan)
         if fate in (Fate.SUCCEEDED, Fate.BAD):
-            self._estimates.learn_steps(tenant, plan.scope, model, len(plan.steps))
+            self._estimates.learn_steps(tenant, plan.scope, model, plan.calls)
         self.desk.workflow_ended(WorkflowId(f"w{plan.number}"), self._now_ms)
         self._pass_if_freed()
 
     # ------------------------------------------------------------ inside
+
+    def _closed(
+        self, job: SimulatedJob, state: RequestState, usage: Usage, tpot_ms: float | None
+    ) -> None:
+        self._calls[job.call.plan.number] -= 1
+        self.desk.ended(job, state, usage, tpot_ms, self._now_ms)
 
     def _freed(self) -> None:
         self._is_freed = True
@@ -497,7 +529,7 @@ class Headway:
     def _refuse(self, job: SimulatedJob, refuse: Refuse) -> None:
         """End a call that was let in and never ran."""
         self.desk.release(job)
-        self.desk.ended(job, RequestState.REFUSED, _NOTHING_USED, None, self._now_ms)
+        self._closed(job, RequestState.REFUSED, _NOTHING_USED, None)
         self._answer(job, refuse)
 
     def _answer(self, job: SimulatedJob, refuse: Refuse) -> None:
@@ -583,7 +615,7 @@ class Headway:
             workflow_deadline_ms=deadline_ms,
             workflow_spent_micro_usd=self._spent[plan.number],
             workflow_remaining_micro_usd=UNLIMITED_MICRO_USD,
-            calls_in_flight=0,
+            calls_in_flight=self._calls[plan.number],
             fan_out_max=terms.fan_out_max,
             step_gap_ms=terms.step_gap_ms if step_number + 1 < steps_expected else 0,
             home=self._home(call, model),
@@ -596,9 +628,9 @@ class Headway:
         )
 
     def _home(self, call: Call, model: ModelName) -> EngineId | None:
-        if call.home < 0 or not self._options.is_homing:
+        if call.workflow_home < 0 or not self._options.is_homing:
             return None
-        row = self.fleet.row_of(self.floor.engines[call.home].spec.name)
+        row = self.fleet.row_of(self.floor.engines[call.workflow_home].spec.name)
         return (
             row.engine_id if row is not None and row.is_accepting and row.model == model else None
         )

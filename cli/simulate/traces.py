@@ -3,7 +3,8 @@
 Two formats, plain or gzip, told apart by what is in them:
 
     CSV     trace_id, agent, t_s, input_tokens, output_tokens, reusable_prefix_tokens, api_time_s,
-            input_types, ... (kv-cache-tester): cut into tasks at what people said
+            input_types, ... (kv-cache-tester): cut into tasks at what people said; agents other than
+            `main` are branches of the step of it in whose pause they ran
     JSONL   timestamp, input_length, output_length, hash_ids of 512-token blocks (Mooncake): chained
             into conversations by common blocks
 
@@ -14,13 +15,16 @@ import csv
 import gzip
 import io
 import json
-from collections.abc import Iterable, Iterator
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any, Final
 
 from cli.failure import CommandFailure, ExitCode
-from cli.simulate.contracts import Step
+from cli.published import SUBAGENT_PREFIX_TOKENS
+from cli.simulate.contracts import Branch, Step
 from cli.simulate.workloads import (
     COMPLETION_TOKENS_MAX,
     CONTEXT_TOKENS_MAX,
@@ -42,6 +46,20 @@ QUANTUM_S: Final = 3.0
 # Seed of the jitter: the trace is the same trace in every run.
 JITTER_SEED: Final = 1
 
+# The agent that people talk to.
+MAIN_AGENT: Final = "main"
+Row = dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class SubAgent:
+    """A branch, and when it ended, in seconds of its trace."""
+
+    branch: Branch
+    ends_s: float
+
+
+_NO_SUBAGENTS: Final[Mapping[int, Sequence[SubAgent]]] = {}
 _CSV_COLUMNS: Final = frozenset(
     ("trace_id", "agent", "t_s", "input_tokens", "output_tokens", "reusable_prefix_tokens")
 )
@@ -56,7 +74,7 @@ def read_trace(name: str) -> Workload:
         raise CommandFailure(
             ExitCode.USAGE,
             f"no workload is called `{name}`, and as a file it can not be read: {error}",
-            "use coding, chat, bounded, mix or the path of a trace",
+            "use coding, chat, bounded, subagents, mix or the path of a trace",
         ) from error
     try:
         first = next(lines, "")
@@ -89,42 +107,95 @@ def _tasks(name: str, rows: "csv.DictReader[str]") -> Workload:
     missing = _CSV_COLUMNS - set(rows.fieldnames or ())
     if missing:
         raise ValueError(f"column {min(missing)} is missing")
-    by_agent: dict[tuple[str, str], list[dict[str, str]]] = {}
+    by_trace: dict[str, dict[str, list[Row]]] = {}
     for row in rows:
-        by_agent.setdefault((row["trace_id"], row["agent"]), []).append(row)
+        by_trace.setdefault(row["trace_id"], {}).setdefault(row["agent"], []).append(row)
     tasks: list[Body] = []
-    for agent_rows in by_agent.values():
-        task: list[dict[str, str]] = []
-        for row in agent_rows:
-            is_of_a_person = "tool_result" not in row.get("input_types", "tool_result")
-            if is_of_a_person and task:
-                tasks.append(_task(task))
-                task = []
-            task.append(row)
-        tasks.append(_task(task))
+    for agents in by_trace.values():
+        subagents: dict[int, list[SubAgent]] = {}
+        main = agents.get(MAIN_AGENT)
+        for agent, agent_rows in agents.items():
+            if main is not None and agent != MAIN_AGENT:
+                place, subagent = _placed(main, agent, agent_rows)
+                subagents.setdefault(place, []).append(subagent)
+        for agent_rows in agents.values() if main is None else (main,):
+            begin = 0
+            for number, row in enumerate(agent_rows):
+                is_of_a_person = "tool_result" not in row.get("input_types", "tool_result")
+                if is_of_a_person and number > begin:
+                    tasks.append(_task(agent_rows, begin, number, subagents))
+                    begin = number
+            tasks.append(_task(agent_rows, begin, len(agent_rows), subagents))
     if not tasks:
         raise ValueError("no step in it")
     return Workload(name=name, weights={"coding": 1.0}, draw=lambda random: random.choice(tasks))
 
 
-def _task(rows: list[dict[str, str]]) -> Body:
+def _placed(main: list[Row], agent: str, rows: list[Row]) -> tuple[int, SubAgent]:
+    """A sub-agent, and the row of its parent in whose pause it ran.
+
+    Recorders differ in when they say that it began: some say when it had ended (kv-cache-tester does: so
+    read 34 of 38 lie in one pause, the others ran on beside their parent). Times that lie in a pause are
+    taken as they are, others as such.
+    """
+    began_s, took_s = _at_s(rows[0]), _ends_s(rows[-1]) - _at_s(rows[0])
+    ends = [_ends_s(row) for row in main]
+    place = max(0, bisect_right(ends, began_s) - 1)
+    is_last = place + 1 == len(main)
+    if not is_last and began_s + took_s > _at_s(main[place + 1]):
+        began_s -= took_s
+        place = max(0, bisect_right(ends, began_s) - 1)
+    steps = _steps(rows, SUBAGENT_PREFIX_TOKENS)
+    kind = agent.rpartition(":")[2]
+    return place, SubAgent(Branch(steps, SUBAGENT_PREFIX_TOKENS, kind), began_s + took_s)
+
+
+def _at_s(row: Row) -> float:
+    return float(row["t_s"])
+
+
+def _ends_s(row: Row) -> float:
+    return _at_s(row) + float(row.get("api_time_s") or 0.0)
+
+
+def _task(
+    rows: list[Row], begin: int, end: int, subagents: Mapping[int, Sequence[SubAgent]]
+) -> Body:
     """Context of the session before the task is cut to what agents keep; a tool's time to its maximum."""
+    own = {place - begin: those for place, those in subagents.items() if begin <= place < end}
+    return Body(
+        workflow_class="coding",
+        steps=_steps(rows[begin:end], PREFIX_TOKENS, own),
+        scope=Scope.COPILOT,
+        prefix_tokens=PREFIX_TOKENS,
+    )
+
+
+def _steps(
+    rows: list[Row],
+    prefix_tokens: int,
+    subagents: Mapping[int, Sequence[SubAgent]] = _NO_SUBAGENTS,
+) -> tuple[Step, ...]:
     steps: list[Step] = []
-    context = PREFIX_TOKENS
-    new = min(HISTORY_TOKENS_MAX, max(1, int(rows[0]["input_tokens"]) - PREFIX_TOKENS))
-    for row, after in zip(rows[:STEPS_MAX], [*rows[1:], None], strict=False):
+    context = prefix_tokens
+    new = min(HISTORY_TOKENS_MAX, max(1, int(rows[0]["input_tokens"]) - prefix_tokens))
+    for place, row in enumerate(rows[:STEPS_MAX]):
+        after = rows[place + 1] if place + 1 < len(rows) else None
         if context + new > CONTEXT_TOKENS_MAX:
-            context, new = PREFIX_TOKENS, HISTORY_TOKENS_MAX
+            context, new = prefix_tokens, HISTORY_TOKENS_MAX
+        beside = subagents.get(place, ())
         gap_s = 0.0
         if after is not None:
-            took_s = float(row.get("api_time_s") or 0.0)
-            gap_s = float(after["t_s"]) - float(row["t_s"]) - took_s
+            # The pause begins when the last of them has ended.
+            begins_s = max([_ends_s(row), *(subagent.ends_s for subagent in beside)])
+            gap_s = _at_s(after) - begins_s
         steps.append(
             Step(
                 new_tokens=new,
                 reusable_tokens=context,
                 completion_tokens=max(1, min(COMPLETION_TOKENS_MAX, int(row["output_tokens"]))),
                 gap_s=max(0.0, min(TOOL_GAP_S_MAX, gap_s)),
+                branches=tuple(subagent.branch for subagent in beside),
             )
         )
         if after is None:
@@ -134,12 +205,7 @@ def _task(rows: list[dict[str, str]]) -> Body:
         # A step that began anew (a compaction, an expired cache of the recorded service) is taken as
         # growth of what an agent keeps at most.
         new = max(1, min(HISTORY_TOKENS_MAX, uncached))
-    return Body(
-        workflow_class="coding",
-        steps=tuple(steps),
-        scope=Scope.COPILOT,
-        prefix_tokens=PREFIX_TOKENS,
-    )
+    return tuple(steps)
 
 
 # ------------------------------------------------------------ conversations by block hashes

@@ -14,8 +14,15 @@ bounded
     65.0, 64.8 and 70.6 % of the results are good enough, however long it ran. Prompts grow like
     coding's, from 14.3 k shared tokens and a task of p50 1.5 k tokens. Source: SWE-bench Verified,
     mini-SWE-agent with gpt-5, sonnet-4 and sonnet-4.5 (success, calls).
+subagents
+    A task of a coding agent in a session that uses sub-agents: 16 % of the tasks hand work to them, mostly
+    at the beginning, to 1.65 at once in the mean (at most 4), and wait for all. Such a task has p50 24,
+    p90 54 calls of its own, another p50 9, p90 37. A sub-agent has a context of its own and p50 11, p90 16
+    calls; it begins with 9.7 k shared tokens, grows by p50 2.5 k, p90 13 k a call, and reports p50 3.0 k
+    tokens, which its parent reads. Source: kv-cache-tester, the 9 of 355 sessions that have sub-agents;
+    all of them ask one model here, most of the recorded ones a smaller one than their parent.
 mix
-    Workflows of the three at 50 : 30 : 20, and one tenant that comes in bursts.
+    Workflows of coding, chat and bounded at 50 : 30 : 20, and one tenant that comes in bursts.
 
 Tenants: 24; the first has 30 % of the workflows, the first five 77 %, the first ten 93 %; gaps between
 arrivals Gamma with a coefficient of variation of 1, 1.2 and 5.5 (ServeGen, m-small), 13 for the burst
@@ -39,11 +46,24 @@ from cli.published import (
     CODING_GROWTH_TOKENS,
     CODING_OUTPUT_TOKENS,
     CODING_STEPS,
+    SUBAGENT_CALL,
+    SUBAGENT_GAP_S,
+    SUBAGENT_GROWTH_TOKENS,
+    SUBAGENT_OTHER_STEPS,
+    SUBAGENT_OUTPUT_TOKENS,
+    SUBAGENT_PREFIX_TOKENS,
+    SUBAGENT_REPORT_TOKENS,
+    SUBAGENT_STEPS,
+    SUBAGENT_TASK_RATIO,
+    SUBAGENT_TASK_STEPS,
+    SUBAGENT_TIMES,
+    SUBAGENT_TOLD_TOKENS,
+    SUBAGENT_WIDTHS,
     Z99,
     Spread,
 )
 from cli.simulate.bounds import engine_work_s, gaps_s, isolated_s
-from cli.simulate.contracts import EngineSpec, FleetSpec, Plan, Step
+from cli.simulate.contracts import Branch, EngineSpec, FleetSpec, Plan, Step
 from cli.simulate.deadlines import SLACKS, Deadlines, deadline_s, mean
 from cli.simulate.fleets import REFERENCE
 from controlplane.domain.catalog import Scope
@@ -87,6 +107,9 @@ BOUNDED_KINDS: Final = (
     (Spread(median=33, sigma=math.log(120 / 47) / Z99), 0.648),
     (Spread(median=47, sigma=math.log(120 / 47) / Z99), 0.706),
 )
+# The longest recorded sub-agent has 24.
+BRANCH_STEPS_MAX: Final = 24
+_NO_BRANCHES: Final[Mapping[int, tuple[Branch, ...]]] = {}
 BOUNDED_TASK_TOKENS: Final = Spread.through(1_500, 4_000)
 CHAT_GROWTH_TOKENS: Final = Spread.through(476, 4_640)
 
@@ -132,6 +155,42 @@ def coding_body(random: Random) -> Body:
     return _agent_body(random, "coding", Scope.COPILOT, history, count, 1.0)
 
 
+def subagents_body(random: Random) -> Body:
+    history = min(HISTORY_TOKENS_MAX, round(CODING_HISTORY_TOKENS.draw(random)))
+    hands_out = random.random() < SUBAGENT_TASK_RATIO
+    calls = SUBAGENT_TASK_STEPS if hands_out else SUBAGENT_OTHER_STEPS
+    # Who hands work out reads what comes back.
+    count = _within(calls.draw(random), 1 + hands_out, STEPS_MAX)
+    branches: dict[int, tuple[Branch, ...]] = {}
+    if hands_out:
+        times = random.choices(range(1, len(SUBAGENT_TIMES) + 1), SUBAGENT_TIMES)[0]
+        for _ in range(times):
+            place = _within(SUBAGENT_CALL.draw(random), 1, count - 1) - 1
+            width = random.choices(range(1, len(SUBAGENT_WIDTHS) + 1), SUBAGENT_WIDTHS)[0]
+            branches[place] = tuple(_branch(random) for _ in range(width))
+    return _agent_body(random, "subagents", Scope.COPILOT, history, count, 1.0, branches)
+
+
+def _branch(random: Random) -> Branch:
+    count = _within(SUBAGENT_STEPS.draw(random), 1, BRANCH_STEPS_MAX)
+    steps = []
+    reusable, new = SUBAGENT_PREFIX_TOKENS, SUBAGENT_TOLD_TOKENS
+    for number in range(count):
+        if reusable + new > CONTEXT_TOKENS_MAX:
+            reusable, new = SUBAGENT_PREFIX_TOKENS, HISTORY_TOKENS_MAX
+        is_report = number + 1 == count
+        answer = SUBAGENT_REPORT_TOKENS if is_report else SUBAGENT_OUTPUT_TOKENS
+        output = _within(answer.draw(random), 1, COMPLETION_TOKENS_MAX)
+        gap_s = min(TOOL_GAP_S_MAX, SUBAGENT_GAP_S.draw(random))
+        steps.append(
+            Step(new_tokens=new, reusable_tokens=reusable, completion_tokens=output, gap_s=gap_s)
+        )
+        reusable += new
+        growth = _within(SUBAGENT_GROWTH_TOKENS.draw(random), 0, CONTEXT_TOKENS_MAX // 4)
+        new = max(growth, output + PROMPT_TOKENS_NEW_MIN)
+    return Branch(tuple(steps), SUBAGENT_PREFIX_TOKENS)
+
+
 def bounded_body(random: Random) -> Body:
     task = _within(BOUNDED_TASK_TOKENS.draw(random), PROMPT_TOKENS_NEW_MIN, HISTORY_TOKENS_MAX)
     steps, good_ratio = random.choice(BOUNDED_KINDS)
@@ -140,23 +199,37 @@ def bounded_body(random: Random) -> Body:
 
 
 def _agent_body(
-    random: Random, name: str, scope: Scope, first_tokens: int, count: int, good_ratio: float
+    random: Random,
+    name: str,
+    scope: Scope,
+    first_tokens: int,
+    count: int,
+    good_ratio: float,
+    branches: Mapping[int, tuple[Branch, ...]] = _NO_BRANCHES,
 ) -> Body:
     steps = []
     reusable, new = PREFIX_TOKENS, first_tokens
-    for _ in range(count):
+    for number in range(count):
+        beside = branches.get(number, ())
         if reusable + new > CONTEXT_TOKENS_MAX:
             # The agent sums up what it carries and goes on from there.
             reusable, new = PREFIX_TOKENS, HISTORY_TOKENS_MAX
         output = _within(CODING_OUTPUT_TOKENS.draw(random), 1, COMPLETION_TOKENS_MAX)
         gap_s = min(TOOL_GAP_S_MAX, CODING_GAP_S.draw(random))
         steps.append(
-            Step(new_tokens=new, reusable_tokens=reusable, completion_tokens=output, gap_s=gap_s)
+            Step(
+                new_tokens=new,
+                reusable_tokens=reusable,
+                completion_tokens=output,
+                gap_s=gap_s,
+                branches=beside,
+            )
         )
         reusable += new
-        # The answer is part of what the next prompt adds.
+        # The answer is part of what the next prompt adds, and so are the reports of branches.
         growth = _within(CODING_GROWTH_TOKENS.draw(random), 0, CONTEXT_TOKENS_MAX // 4)
-        new = max(growth, output + PROMPT_TOKENS_NEW_MIN)
+        reports = sum(branch.steps[-1].completion_tokens for branch in beside)
+        new = max(growth, output + reports + PROMPT_TOKENS_NEW_MIN)
     return Body(
         workflow_class=name,
         steps=tuple(steps),
@@ -197,6 +270,7 @@ _BODIES: Final[Mapping[str, Callable[[Random], Body]]] = {
     "coding": coding_body,
     "chat": chat_body,
     "bounded": bounded_body,
+    "subagents": subagents_body,
 }
 _MIX: Final[Mapping[str, float]] = {"coding": 0.5, "chat": 0.3, "bounded": 0.2}
 
@@ -213,7 +287,7 @@ _NAMED: Final[Mapping[str, Workload]] = {
 
 
 def workload(name: str) -> Workload:
-    """`coding`, `chat`, `bounded`, `mix`, or the path of a trace.
+    """`coding`, `chat`, `bounded`, `subagents`, `mix`, or the path of a trace.
 
     Raises CommandFailure when it is none of these, or the file can not be read as a trace.
     """

@@ -19,6 +19,7 @@ from cli.simulate.contracts import (
     MICRO_USD_PER_USD,
     MS_PER_S,
     Call,
+    Chain,
     ClientRules,
     Condition,
     Cordon,
@@ -35,6 +36,7 @@ from cli.simulate.contracts import (
     Tally,
     Waste,
     WorldOptions,
+    all_steps,
 )
 from cli.simulate.engine import Engine, Running
 
@@ -71,17 +73,21 @@ def play(
 
 @dataclass(slots=True, eq=False)
 class Flow:
-    """One workflow on its way: the call of its present step, and what it has cost."""
+    """One workflow on its way: its calls that were asked for and have not ended, and what it has cost.
+
+    `asked` counts its calls so far, `chains` its contexts; `home` is where a call of it ended last.
+    """
 
     plan: Plan
     deadline_ms: float
     is_measured: bool
-    call: Call | None = None
+    calls: dict[str, Call] = field(default_factory=dict)
+    asked: int = 0
+    chains: int = 1
     home: int = -1
     gpu_usd: float = 0.0
     lost_usd: float = 0.0
     preempted_usd: float = 0.0
-    is_between_tries: bool = False
     fate: Fate | None = None
 
 
@@ -198,7 +204,9 @@ class World:
         anywhere = max(largest.values(), default=0)
         for plan in self._plans:
             room = largest.get(plan.model, 0) if plan.model else anywhere
-            needed = max(step.prompt_tokens + step.completion_tokens for step in plan.steps)
+            needed = max(
+                step.prompt_tokens + step.completion_tokens for step in all_steps(plan.steps)
+            )
             if needed > room:
                 msg = f"workflow {plan.number} has a context of {needed} tokens and no engine holds it"
                 raise ValueError(msg)
@@ -256,7 +264,9 @@ class World:
     def _refresh(self) -> None:
         """Read the engines' gauges, as agents do at an interval."""
         for served in self._served:
-            self._look(served)
+            # One that is off was looked at when it went off.
+            if served.on_since_ms is not None:
+                self._look(served)
         self._tell(self._strategy.refreshed)
         if not self._is_live and (self._is_busy or self.now_ms == 0.0):
             self._at(self.now_ms + self._options.telemetry_age_s * MS_PER_S, self._refresh)
@@ -331,11 +341,12 @@ class World:
                 self._book.refusals_final += 1
                 self._book.refusals_final_later += call.step_number > 0
             fate = Fate.REFUSED_LATER if call.step_number else Fate.REFUSED
+            flow.calls.pop(call.id, None)
             # Told when the strategy has returned: it is in the middle of refusing.
             self._at(self.now_ms, self._end_if_live, flow, fate)
             return
         call.tries += 1
-        flow.is_between_tries = True
+        call.is_between_tries = True
         if (
             retry_after_ms is not None
             and 0.0 < retry_after_ms <= client.retry_after_s_max * MS_PER_S
@@ -405,7 +416,8 @@ class World:
         call.gpu_ms = running.gpu_ms
         call.cached_tokens = max(0, running.cached_tokens)
         self._pay(flow, served, running)
-        flow.home = call.engine
+        flow.home = call.chain.home = call.engine
+        del flow.calls[call.id]
         self._note("end", call.id, call.engine)
         self._book.calls_all += 1
         self._mean(self._completions, plan.workflow_class, COMPLETION_TOKENS_FIRST).add(
@@ -418,14 +430,35 @@ class World:
             service = computed + COMPLETION_SERVICE * call.step.completion_tokens
             self._book.service[plan.tenant] += service
         self._tell(self._strategy.ended, call)
-        if call.is_last:
-            is_late = self.now_ms > flow.deadline_ms
-            good = Fate.SUCCEEDED if plan.is_good else Fate.BAD
-            self._end(flow, Fate.LATE if is_late else good)
+        if call.step.branches:
+            self._branch_out(flow, call)
         else:
-            flow.call = None
-            gap_ms = call.step.gap_s * MS_PER_S
-            self._at(self.now_ms + gap_ms, self._ask, flow, call.step_number + 1)
+            self._go_on(flow, call.chain)
+
+    def _branch_out(self, flow: Flow, call: Call) -> None:
+        """Begin what the step hands to others; the chain goes on when all of it has ended."""
+        chain = call.chain
+        chain.open = len(call.step.branches)
+        for branch in call.step.branches:
+            own = Chain(flow.plan, flow.chains, branch)
+            own.parent = chain
+            flow.chains += 1
+            self._at(self.now_ms, self._ask, flow, own)
+
+    def _go_on(self, flow: Flow, chain: Chain) -> None:
+        """The chain's step has ended, and so have its branches: on to what comes next, if anything does."""
+        if chain.place + 1 < len(chain.steps):
+            gap_ms = chain.steps[chain.place].gap_s * MS_PER_S
+            chain.place += 1
+            self._at(self.now_ms + gap_ms, self._ask, flow, chain)
+        elif chain.parent is not None:
+            chain.parent.open -= 1
+            if not chain.parent.open:
+                self._go_on(flow, chain.parent)
+        else:
+            is_late = self.now_ms > flow.deadline_ms
+            good = Fate.SUCCEEDED if flow.plan.is_good else Fate.BAD
+            self._end(flow, Fate.LATE if is_late else good)
 
     def _pay(self, flow: Flow, served: Served, running: Running) -> None:
         flow.gpu_usd += running.gpu_ms * served.usd_per_ms
@@ -520,29 +553,31 @@ class World:
             self._book.started(plan)
         if plan.deadline_s is not None and self._client.do_hang_up:
             self._at(deadline_ms, self._hang_up, flow, None)
-        self._ask(flow, 0)
+        self._ask(flow, Chain(plan))
 
-    def _ask(self, flow: Flow, step_number: int) -> None:
+    def _ask(self, flow: Flow, chain: Chain) -> None:
         if flow.fate is not None:
             return
-        plan = flow.plan
-        call = Call(plan, step_number, self.now_ms, flow.deadline_ms)
+        plan, step_number = flow.plan, flow.asked
+        call = Call(plan, step_number, self.now_ms, flow.deadline_ms, chain)
         name = plan.workflow_class
-        call.home = flow.home
+        call.home = chain.home
+        call.workflow_home = flow.home
         expected = self._mean(self._completions, name, COMPLETION_TOKENS_FIRST).value
         call.completion_tokens_expected = max(1, int(expected))
         steps = self._mean(self._steps, name, STEPS_FIRST).value
         call.steps_expected = max(step_number + 1, int(steps + 0.5))
-        flow.call = call
+        flow.asked += 1
+        flow.calls[call.id] = call
         if plan.deadline_s is None:
             self._at(self.now_ms + self._client.patience_s * MS_PER_S, self._hang_up, flow, call)
         self._note("ask", call.id, call.home)
         self._tell(self._strategy.arrived, call)
 
     def _ask_again(self, flow: Flow, call: Call) -> None:
-        if flow.fate is not None or flow.call is not call:
+        if flow.fate is not None:
             return
-        flow.is_between_tries = False
+        call.is_between_tries = False
         call.asked_ms = self.now_ms
         call.is_waiting = True
         if flow.is_measured:
@@ -552,14 +587,22 @@ class World:
 
     def _hang_up(self, flow: Flow, of: Call | None) -> None:
         """The client's time has come: of its workflow, or of one call."""
-        call = flow.call
-        if flow.fate is not None or (of is not None and call is not of):
+        if flow.fate is not None or (of is not None and of.id not in flow.calls):
             return
-        if flow.is_between_tries:
-            later = call is not None and call.step_number > 0
-            self._end(flow, Fate.REFUSED_LATER if later else Fate.REFUSED)
-            return
-        if call is not None:
+        fate = Fate.LATE
+        calls = flow.calls.values()
+        if calls and all(call.is_between_tries for call in calls):
+            later = any(call.step_number > 0 for call in calls)
+            fate = Fate.REFUSED_LATER if later else Fate.REFUSED
+        self._abandon(flow)
+        self._end(flow, fate)
+
+    def _abandon(self, flow: Flow) -> None:
+        """The client hangs up on all calls that it has on their way."""
+        # Those that wait go first: room that the others leave is not for them.
+        for call in sorted(flow.calls.values(), key=lambda call: call.engine >= 0):
+            if call.is_between_tries or call.id not in flow.calls:
+                continue
             if call.engine >= 0:
                 served = self._served[call.engine]
                 running = served.engine.cancel(call, self.now_ms)
@@ -572,10 +615,11 @@ class World:
             self._tell(self._strategy.expired, call)
             if call.engine >= 0:
                 self._turn_off(self._served[call.engine])
-        self._end(flow, Fate.LATE)
+        flow.calls.clear()
 
     def _end_if_live(self, flow: Flow, fate: Fate) -> None:
         if flow.fate is None:
+            self._abandon(flow)
             self._end(flow, fate)
 
     def _end(self, flow: Flow, fate: Fate) -> None:
@@ -583,7 +627,7 @@ class World:
         plan = flow.plan
         del self._flows[plan.number]
         if fate in (Fate.SUCCEEDED, Fate.BAD):
-            self._mean(self._steps, plan.workflow_class, STEPS_FIRST).add(len(plan.steps))
+            self._mean(self._steps, plan.workflow_class, STEPS_FIRST).add(plan.calls)
         self._note(fate, f"w{plan.number}", -1)
         if flow.is_measured:
             self._measured_left -= 1

@@ -9,7 +9,7 @@ from dataclasses import replace
 from math import ceil
 
 from cli.simulate.bounds import isolated_s
-from cli.simulate.contracts import MS_PER_S, Call, EngineView, Pushes
+from cli.simulate.contracts import MS_PER_S, Call, EngineView, Pushes, Step
 
 # With fewer calls in flight an engine's batches do not pay.
 CALLS_MIN = 2
@@ -47,7 +47,7 @@ class EdfTrueSizes(Pushes):
 
     def _left_ms(self, call: Call) -> float:
         """What the rest of the workflow takes alone, from this step on, on the fastest engine."""
-        rest = replace(call.plan, steps=call.plan.steps[call.step_number :])
+        rest = replace(call.plan, steps=_rest(call))
         specs = {
             id(engine.rates): engine.spec for engine in self.floor.engines if engine.is_accepting
         }
@@ -121,3 +121,12 @@ class EdfTrueSizes(Pushes):
     def tick(self, now_ms: float) -> None:
         del now_ms
         self._dispatch()
+
+
+def _rest(call: Call) -> tuple[Step, ...]:
+    """The calls that come from this one on in its chain, then in those that wait for it."""
+    chain, steps = call.chain, call.chain.steps[call.place :]
+    while chain.parent is not None:
+        chain = chain.parent
+        steps += chain.steps[chain.place + 1 :]
+    return steps

@@ -169,7 +169,8 @@ class Planned:
                 class_id = class_key(call.plan, self._model).class_id
                 counts[class_id] = counts.get(class_id, 0) + 1
         else:
-            entry.gap_s += call.plan.steps[call.step_number - 1].gap_s
+            # A branch begins at once.
+            entry.gap_s += call.chain.steps[call.place - 1].gap_s if call.place else 0.0
             entry.gaps += 1
 
     def ended(self, call: Call, now_s: float) -> None:
