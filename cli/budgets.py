@@ -9,6 +9,7 @@ from rich.text import Text
 
 from cli.client import JsonObject, segment
 from cli.failure import CommandFailure, ExitCode
+from cli.money import micro_usd_given
 from cli.operator import Session, with_change, with_session
 from cli.output import dollars, instant, table
 from cli.paging import CursorOption, LimitOption, page_of, show_page
@@ -113,7 +114,7 @@ def set_budget(
         raise CommandFailure(
             ExitCode.USAGE, f"{limit} is no number of tokens", "give a whole number"
         )
-    units = int(limit) if budget.endswith(":tokens") else round(limit * 1_000_000)
+    units = int(limit) if budget.endswith(":tokens") else micro_usd_given(limit)
     changes = {"limit": units, **({"window": window.value} if window else {})}
     document = session.api.patch(f"budgets/{segment(budget)}", changes)
     sentence = f"{budget} may spend {amount(document, 'limit')} per {document['window']}"

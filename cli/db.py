@@ -36,23 +36,25 @@ def upgrade(*, as_json: JsonOption = False, data_dir: DataDirOption = DATA_DIR) 
 
 @app.command()
 def current(*, as_json: JsonOption = False, data_dir: DataDirOption = DATA_DIR) -> None:
-    """Say which revision the schema has. Fails when it is not the newest."""
+    """Say which revision the schema has. Fails when this program needs more than that."""
+    from controlplane.store import migrate
+
     with reported():
-        found, is_current = asyncio.run(_with_database(data_dir, _current))
+        found = asyncio.run(_with_database(data_dir, migrate.current))
+        standing = migrate.standing_of(found)
+        more = ", newer than this program" if standing is migrate.Standing.NEWER else ""
         Output(is_json=as_json).say(
-            {"revision": found, "is_current": is_current},
-            f"the schema is at {found}" if found else "the database is empty",
+            {
+                "revision": found,
+                "is_current": standing is migrate.Standing.CURRENT,
+                "standing": str(standing),
+            },
+            f"the schema is at {found}{more}" if found else "the database is empty",
         )
-        if not is_current:
+        if not standing.is_usable:
             raise CommandFailure(
                 ExitCode.FAILED, "the schema is not current", "run `headway db upgrade`"
             )
-
-
-def _current(url: str) -> tuple[str | None, bool]:
-    from controlplane.store import migrate
-
-    return migrate.current(url), migrate.is_current(url)
 
 
 async def _with_database(data_dir: Path, use: Callable[[str], T]) -> T:

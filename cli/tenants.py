@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from cli.client import segment
+from cli.money import micro_usd_given
 from cli.operator import Session, with_change, with_session
 from cli.output import dollars, table
 from cli.paging import CursorOption, LimitOption, page_of, show_page
@@ -52,6 +53,7 @@ def create_tenant(
     name: Annotated[str | None, typer.Option(help="Name for people; the id when left out.")] = None,
 ) -> None:
     """Create a tenant."""
+    micro_usd_given(budget_usd)
     document = session.api.post(
         "tenants",
         {
@@ -75,10 +77,11 @@ def set_budget(
     budget_usd: Annotated[float, typer.Argument(metavar="USD", help="Most it may ever spend.")],
 ) -> None:
     """Set what a tenant may spend in all. Never below what is spent and reserved."""
+    asked = micro_usd_given(budget_usd)
     document = session.api.patch(f"tenants/{segment(tenant)}", {"budget_usd": budget_usd})
     limit = document["limit_micro_usd"]
     sentence = f"{tenant} may spend {dollars(limit)}"
-    if limit > round(budget_usd * 1_000_000):
+    if limit > asked:
         sentence += ": that much is already spent or reserved"
     session.out.say(document, sentence)
 

@@ -41,6 +41,7 @@ from controlplane.runtime.plan_view import watch as watch_plan
 from controlplane.runtime.planner_loop import PlannerLoop, PlannerSettings, planner_loops
 from controlplane.runtime.planner_problem import Growth
 from controlplane.runtime.policy_compile import PolicyCompiler
+from controlplane.runtime.policy_news import PolicyNews
 from controlplane.runtime.policy_state import PolicyState
 from controlplane.runtime.pool_loads import PoolLoads
 from controlplane.runtime.principals import Principals
@@ -213,6 +214,8 @@ async def running_replica(settings: Settings) -> AsyncIterator[Replica]:
             observer=GateObserver(metrics),
         )
         gauges.watch(metrics, gate, journal)
+        news = PolicyNews(policies, bus)
+        policies.on_taken_back = news.changed
         agents = Agents(bus, fleet, keeper, pump, engine)
         leader = Leadership(engine, replica_id, settings.leader_ttl_s)
         loops = Loops(
@@ -237,6 +240,7 @@ async def running_replica(settings: Settings) -> AsyncIterator[Replica]:
                 Forgettable.DECISIONS: settings.decisions_kept_days,
                 Forgettable.ATTEMPTS: settings.attempts_kept_days,
                 Forgettable.COMMANDS: settings.commands_kept_days,
+                Forgettable.REQUESTS: settings.requests_kept_days,
             },
         )
         author = f"replica:{replica_id}"
@@ -286,6 +290,7 @@ async def running_replica(settings: Settings) -> AsyncIterator[Replica]:
             plan_view=plan_view,
             choices=choices,
             compiler=compiler,
+            policies_changed=news.changed,
         )
         idempotency = Idempotency(engine, replica_id)
         app = HotPath(
@@ -300,6 +305,7 @@ async def running_replica(settings: Settings) -> AsyncIterator[Replica]:
         async def converse() -> None:
             await bus.connect()
             await agents.join()
+            await news.join()
             await plan_view.join(bus)
             await keeper.run(pump.offer)
 

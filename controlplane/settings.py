@@ -35,6 +35,8 @@ class Settings(BaseSettings):
     decisions_kept_days: Annotated[int, Field(ge=1, le=3_650)] = 31
     attempts_kept_days: Annotated[int, Field(ge=1, le=3_650)] = 31
     commands_kept_days: Annotated[int, Field(ge=1, le=3_650)] = 31
+    # Calls with what each was charged; the database keeps them for 30 days at least. Sums stay.
+    requests_kept_days: Annotated[int, Field(ge=31, le=3_650)] = 400
     budget_slice_micro_usd: Annotated[int, Field(gt=0)] = 100_000
     drain_s_max: Annotated[float, Field(ge=0)] = 30.0
     # The planner of the fleet: time between two rounds, and the most that the solver may take of one.

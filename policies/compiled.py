@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from controlplane.domain.errors import ConfigurationError
 from policies.attributes import STATIC, Fact
 from policies.documents import Level, Phase, Rule, Rules
 from policies.facts import LiveFacts, StaticFacts, as_json, from_json
@@ -212,10 +213,20 @@ def _split(bit: int, tree: Node) -> _Split:
 
 
 def compiled_of(documents: Sequence[Rules]) -> list[CompiledRule]:
-    """All rules of documents that were checked."""
-    compiled = [compile_rule(document, rule) for document in documents for rule in document.rules]
-    assert all(isinstance(rule, CompiledRule) for rule in compiled)
-    return [rule for rule in compiled if isinstance(rule, CompiledRule)]
+    """All rules of documents that were checked.
+
+    Raises ConfigurationError at a rule that checking can not have let through: none is left out.
+    """
+    compiled: list[CompiledRule] = []
+    for document in documents:
+        for rule in document.rules:
+            found = compile_rule(document, rule)
+            if isinstance(found, RuleFlaw):
+                raise ConfigurationError(
+                    f"rule `{found.document}/{found.rule}`: {found.flaw.message}"
+                )
+            compiled.append(found)
+    return compiled
 
 
 def phases_of(rules: Sequence[CompiledRule]) -> dict[Phase, PhaseRules]:

@@ -1,7 +1,7 @@
 """Probes and the Prometheus exposition. No key: they say nothing about tenants."""
 
 import asyncio
-from typing import Literal, cast
+from typing import Literal, assert_never, cast
 
 from fastapi import APIRouter, Request, Response
 
@@ -10,6 +10,7 @@ from controlplane.api.services import Services
 from controlplane.api.shapes import Answer
 from controlplane.domain.errors import StateUnavailable
 from controlplane.store import migrate
+from controlplane.store.migrate import Standing
 from controlplane.telemetry.exposition import CONTENT_TYPE, Exposition
 
 READY_CHECK_S_MAX = 2.0
@@ -36,8 +37,8 @@ async def live() -> Live:
 
 @router.get("/health/ready", responses={503: {"model": Ready}})
 async def ready(services: ServicesDep, response: Response) -> Ready:
-    """The replica should get traffic: Postgres answers, the schema is current, the journal has
-    room.
+    """The replica should get traffic: Postgres answers, its schema is this program's or a newer one,
+    the journal has room.
     """
     problems = await readiness_problems(services)
     if problems:
@@ -49,10 +50,8 @@ async def readiness_problems(services: Services) -> list[str]:
     problems = []
     try:
         async with asyncio.timeout(READY_CHECK_S_MAX):
-            if not await _is_schema_current(services):
-                problems.append(
-                    "the schema is not the one of this program: run `headway db upgrade`"
-                )
+            if problem := _schema_problem(await _schema(services)):
+                problems.append(problem)
     except StateUnavailable as error:
         problems.append(f"PostgreSQL can not be asked: {error}")
     except TimeoutError:
@@ -67,12 +66,27 @@ async def readiness_problems(services: Services) -> list[str]:
     return problems
 
 
-async def _is_schema_current(services: Services) -> bool:
+def _schema_problem(standing: Standing) -> str:
+    """Why this program can not work with a schema; empty when it can."""
+    match standing:
+        case Standing.CURRENT | Standing.NEWER:
+            return ""
+        case Standing.EMPTY:
+            return "the database has no schema: run `headway db upgrade`"
+        case Standing.OLDER:
+            return "the schema is older than this program: run `headway db upgrade`"
+        case Standing.FOREIGN:
+            return "the schema is at a revision that is none of Headway's: check DATABASE_URL"
+        case _:
+            assert_never(standing)
+
+
+async def _schema(services: Services) -> Standing:
     """Asks on a connection of its own, off the loop, so that a full pool does not look like an
     outage.
     """
     url = services.engine.url.render_as_string(hide_password=False)
-    return await asyncio.to_thread(migrate.is_current, url)
+    return await asyncio.to_thread(migrate.standing, url)
 
 
 @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})

@@ -3,7 +3,7 @@
 They build nothing and read no environment.
 """
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from sqlalchemy.ext.asyncio import AsyncEngine
@@ -20,12 +20,14 @@ from controlplane.runtime.planner_loop import PlannerLoop
 from controlplane.runtime.policy_compile import PolicyCompiler
 from controlplane.store.journal import Journal
 from controlplane.telemetry.metrics import Metrics
+from policies.evaluate import Policy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Services:
     """Collaborators of one replica. `explain` recomputes a decision that this replica remembers,
-    else None.
+    else None. `policies_changed` tells all replicas that the rollout was changed here, with the bundle
+    when one came with it.
     """
 
     engine: AsyncEngine
@@ -42,3 +44,4 @@ class Services:
     compiler: PolicyCompiler
     replica_id: ReplicaId
     explain: Callable[[str], Explanation | None]
+    policies_changed: Callable[[Policy | None], Awaitable[None]]

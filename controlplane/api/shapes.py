@@ -6,6 +6,7 @@ from typing import Annotated, Generic, Literal, TypeVar
 from fastapi import Path, Query
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
 
+from controlplane.domain.money import micro_usd
 from controlplane.store.paging import Page as StoredPage
 
 LIST_LIMIT_DEFAULT = 50
@@ -74,4 +75,14 @@ Cursor = Annotated[
     str | None,
     Query(max_length=CURSOR_CHARACTERS_MAX, description="`next_cursor` of the previous page."),
 ]
-Usd = Annotated[float, Field(gt=0, le=1_000_000, allow_inf_nan=False)]
+
+
+def whole_micro_usd(usd: float) -> float:
+    """The amount, which is not below the least unit of money. Raises ValueError."""
+    micro_usd(usd)
+    return usd
+
+
+Usd = Annotated[
+    float, Field(gt=0, le=1_000_000, allow_inf_nan=False), AfterValidator(whole_micro_usd)
+]

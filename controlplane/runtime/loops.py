@@ -1,6 +1,7 @@
 """The slow loops of a replica. Each pass reads the world, acts, and is safe to run twice or to lose."""
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
 
@@ -31,10 +32,20 @@ COMMAND_INTERVAL_S = 0.25
 SURRENDER_INTERVAL_S = 5.0
 ROLL_OVER_INTERVAL_S = 5.0
 COMMANDS_PER_PASS_MAX = 100
+# Nudges that come within this time are one.
+NUDGE_GAP_S = 0.02
 
 
-async def every(interval_s: float, name: str, act: Callable[[], Awaitable[None]]) -> None:
-    """Run `act` for ever. An unreachable store or bus ends one pass, not the loop."""
+async def every(
+    interval_s: float,
+    name: str,
+    act: Callable[[], Awaitable[None]],
+    *,
+    woken: asyncio.Event | None = None,
+) -> None:
+    """Run `act` for ever, at once when `woken` is set. An unreachable store or bus ends one pass, not
+    the loop.
+    """
     is_well = True
     while True:
         try:
@@ -47,7 +58,15 @@ async def every(interval_s: float, name: str, act: Callable[[], Awaitable[None]]
         except Exception:
             # Outermost frame of a loop: a defect in one pass must not end the service.
             log.exception("loop_failed", extra={"fields": {"loop": name}})
-        await asyncio.sleep(interval_s)
+        if woken is None:
+            await asyncio.sleep(interval_s)
+            continue
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(interval_s):
+                await woken.wait()
+                await asyncio.sleep(NUDGE_GAP_S)
+        # Before the pass and not after it: what changes meanwhile is seen by another one.
+        woken.clear()
 
 
 class Leadership:
@@ -103,6 +122,7 @@ class Loops:
         self._node_silence_ms_max = node_silence_ms_max
 
     def all(self) -> list[Coroutine[None, None, None]]:
+        policies = self._gate.policies
         return [
             every(SWEEP_INTERVAL_S, "sweep", self._sweep),
             every(CATALOG_INTERVAL_S, "catalog", self._read_catalog),
@@ -111,7 +131,7 @@ class Loops:
             every(LEADER_INTERVAL_S, "leadership", self._leader.claim),
             every(COMMAND_INTERVAL_S, "commands", self._send_commands),
             every(SURRENDER_INTERVAL_S, "surrender", self._accounts.surrender_idle),
-            every(POLICY_INTERVAL_S, "policies", self._gate.policies.refresh),
+            every(POLICY_INTERVAL_S, "policies", policies.refresh, woken=policies.woken),
             every(ROLL_OVER_INTERVAL_S, "roll_over", self._roll_over),
         ]
 

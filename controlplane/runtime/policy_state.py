@@ -6,8 +6,9 @@ never replaces one that can.
 """
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
 import xxhash
@@ -17,7 +18,13 @@ from controlplane.domain.catalog import Scope, Tenant
 from controlplane.domain.errors import ConfigurationError, StateUnavailable
 from controlplane.domain.ids import ModelName, ReplicaId, TenantId
 from controlplane.runtime.call import monotonic_ms
-from controlplane.runtime.policy_compile import PolicyCompiler, compile_files
+from controlplane.runtime.policy_compile import (
+    PolicyCompiler,
+    checked,
+    checker,
+    compile_files,
+    report_from,
+)
 from controlplane.store import policies as store
 from controlplane.store.policies import Mode, Rollout, RolloutConflict
 from controlplane.telemetry.metrics import Metrics
@@ -29,7 +36,7 @@ from policies.rollout import RolloutWatch, change_of
 
 log = logging.getLogger(__name__)
 
-# How often `refresh` is called. With the time to compile it bounds how late a replica is.
+# How often `refresh` is called when nobody wakes it. With the time to compile it bounds how late a replica is.
 POLICY_INTERVAL_S = 0.5
 # Compiled bundles kept: the active one, the candidate, and those to go back to.
 POLICIES_KEPT = 4
@@ -72,6 +79,10 @@ class PolicyState:
         self._judges: tuple[Judge, Judge] | None = None
         self._watch = RolloutWatch()
         self._watched_digest: str | None = None
+        # Set when the rollout has changed: the next `refresh` need not wait for its time.
+        self.woken = asyncio.Event()
+        # Called after this replica itself has changed the rollout.
+        self.on_taken_back: Callable[[], Awaitable[None]] | None = None
         self.is_loaded = False
         self.problem = ""
         metrics.policy_disagreements.watch(self._disagreements)
@@ -101,7 +112,9 @@ class PolicyState:
             compiler=compiler,
             clock_ms=clock_ms,
         )
-        row = await store.bootstrap(engine, policy.revision, files, author=state._author)
+        row = await store.bootstrap(
+            engine, policy.revision, files, author=state._author, check=checked(policy)
+        )
         if row.active_digest != policy.revision:
             log.info(
                 "policy_folder_not_used",
@@ -181,6 +194,10 @@ class PolicyState:
 
     # ------------------------------------------------------------ following PostgreSQL
 
+    def keep(self, policy: Policy) -> None:
+        """A bundle that was compiled elsewhere in this process, and which PostgreSQL is about to name."""
+        self._kept.setdefault(policy.revision, policy)
+
     async def refresh(self) -> None:
         """Follow what PostgreSQL says, and take a candidate back that must not stay.
 
@@ -241,7 +258,12 @@ class PolicyState:
             if revision is None:
                 raise ConfigurationError(f"there is no revision {digest}")
             where = f"revision {digest[:12]}"
-            policy = await self._compiler.compile(revision.files, where)
+            report = report_from(await store.report_of(self._engine, digest, checker()))
+            policy = await self._compiler.compile(revision.files, where, report=report)
+            if report is None and policy.revision == digest:
+                # Replicas of the same program need not try the rules out again.
+                with contextlib.suppress(StateUnavailable):
+                    await store.keep_check(self._engine, digest, checked(policy))
         self._kept[digest] = policy
         return policy
 
@@ -259,6 +281,8 @@ class PolicyState:
         log.error("policy_candidate_taken_back", extra={"fields": {"why": why}})
         self._seen_generation = row.generation
         await self._use(row)
+        if self.on_taken_back is not None:
+            await self.on_taken_back()
 
     def _failed(self, digest: str, error: ConfigurationError) -> str:
         self.problem = f"revision {digest[:12]} can not be used here: {error}"

@@ -3,7 +3,9 @@ loop runs.
 """
 
 import importlib.util
+import re
 import threading
+from enum import StrEnum
 from pathlib import Path
 
 from alembic import command
@@ -21,12 +23,31 @@ from controlplane.store.session import connect_arguments, driver_url
 LOCK_MS_MAX = 4_000
 STATEMENT_MS_MAX = 60_000
 
+# Revisions are numbered; a database may be ahead of this program, whose names this program then can not know.
+_NUMBERED = re.compile(r"[0-9]{4}")
+
 # Alembic keeps the migration under way in globals of its modules.
 _one_at_a_time = threading.Lock()
 
 
+class Standing(StrEnum):
+    """A database's schema as seen from this program. Migrations only add, so NEWER serves as CURRENT does."""
+
+    EMPTY = "empty"
+    OLDER = "older"
+    CURRENT = "current"
+    NEWER = "newer"
+    FOREIGN = "foreign"
+
+    @property
+    def is_usable(self) -> bool:
+        return self in {Standing.CURRENT, Standing.NEWER}
+
+
 def upgrade(url: str) -> str:
     """Apply what is missing and return the revision. Safe to call from several processes at once.
+
+    A schema that is newer than this program stays as it is.
 
     Raises StateUnavailable when PostgreSQL can not be reached, a lock can not be had in time, or
     a statement fails for a reason that may pass.
@@ -34,6 +55,9 @@ def upgrade(url: str) -> str:
     engine = _engine(url)
     try:
         with _one_at_a_time, engine.begin() as connection:
+            found = MigrationContext.configure(connection).get_current_revision()
+            if found is not None and standing_of(found) is Standing.NEWER:
+                return found
             command.upgrade(configuration(connection), "head")
         return _head()
     except (OperationalError, InterfaceError) as error:
@@ -54,9 +78,23 @@ def current(url: str) -> str | None:
         engine.dispose()
 
 
-def is_current(url: str) -> bool:
-    """Whether the database has exactly the schema of this program."""
-    return current(url) == _head()
+def standing(url: str) -> Standing:
+    """How the database's schema stands to this program. Raises StateUnavailable."""
+    return standing_of(current(url))
+
+
+def standing_of(revision: str | None) -> Standing:
+    """How a schema at `revision` stands to this program; None: there is no schema."""
+    if revision is None:
+        return Standing.EMPTY
+    known = {script.revision for script in _directory().walk_revisions()}
+    head = _head()
+    if revision == head:
+        return Standing.CURRENT
+    if revision in known:
+        return Standing.OLDER
+    is_ahead = _NUMBERED.fullmatch(revision) is not None and revision > head
+    return Standing.NEWER if is_ahead else Standing.FOREIGN
 
 
 def configuration(connection: Connection) -> Config:
@@ -74,10 +112,14 @@ def _scripts() -> Path:
     return Path(spec.origin).parent
 
 
-def _head() -> str:
+def _directory() -> ScriptDirectory:
     config = Config()
     config.set_main_option("script_location", str(_scripts()).replace("%", "%%"))
-    head = ScriptDirectory.from_config(config).get_current_head()
+    return ScriptDirectory.from_config(config)
+
+
+def _head() -> str:
+    head = _directory().get_current_head()
     assert head is not None
     return head
 

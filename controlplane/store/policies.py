@@ -53,6 +53,14 @@ class Revision:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """What trying the rules of a bundle out has told the program whose digest is `checker`."""
+
+    checker: str
+    report: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
     """Which bundle rules, and which one stands beside it. `active_digest` is None before the first."""
 
@@ -115,6 +123,15 @@ async def get_revision(engine: AsyncEngine, digest: str) -> Revision | None:
     if len(rows) > 1:
         raise RolloutConflict(f"several revisions begin with `{digest}`; give more of the digest")
     return Revision(**rows[0]._mapping) if rows else None  # noqa: SLF001 - the documented way
+
+
+async def report_of(engine: AsyncEngine, digest: str, checker: str) -> dict[str, Any] | None:
+    """What a program of this digest found when it checked a revision; None when none did."""
+    checks = tables.policy_checks.c
+    statement = select(checks.report).where(checks.digest == digest, checks.checker == checker)
+    async with transaction(engine) as connection:
+        found: dict[str, Any] | None = (await connection.execute(statement)).scalar_one_or_none()
+    return found
 
 
 async def list_revisions(
@@ -195,7 +212,12 @@ def _facts() -> Select[Any]:
 
 
 async def bootstrap(
-    engine: AsyncEngine, digest: str, files: Mapping[str, str], *, author: str
+    engine: AsyncEngine,
+    digest: str,
+    files: Mapping[str, str],
+    *,
+    author: str,
+    check: Check | None = None,
 ) -> Rollout:
     """Make a bundle the first to rule, when none does. Returns what rules then, whoever was first."""
     async with transaction(engine) as connection:
@@ -203,7 +225,7 @@ async def bootstrap(
         if row.active_digest is not None:
             return row
         reason = "the first bundle, from the folder of the replica that started first"
-        await _store(connection, digest, files, author=author, reason=reason)
+        await _store(connection, digest, files, author=author, reason=reason, check=check)
         return await _write(connection, row, author, "bootstrap", reason, {"active_digest": digest})
 
 
@@ -216,8 +238,10 @@ async def apply(
     reason: str,
     mode: Mode,
     generation: int | None = None,
+    check: Check | None = None,
 ) -> Rollout:
-    """Store a checked bundle and set it beside the active one in shadow, or make it active (mode NONE).
+    """Store a checked bundle, with what checking it told, and set it beside the active one in shadow,
+    or make it active (mode NONE).
 
     Raises RolloutConflict.
     """
@@ -225,7 +249,7 @@ async def apply(
         row = await _locked(connection, generation)
         if digest == row.active_digest:
             raise RolloutConflict(f"revision {digest[:12]} is active already; nothing was changed")
-        await _store(connection, digest, files, author=author, reason=reason)
+        await _store(connection, digest, files, author=author, reason=reason, check=check)
         if mode is Mode.NONE:
             action, changes = "apply", _activation(row, digest)
         else:
@@ -316,8 +340,28 @@ async def _rollout(
     return Rollout(**{**members, "mode": Mode(members["mode"])})
 
 
+async def keep_check(engine: AsyncEngine, digest: str, check: Check) -> None:
+    """Keep what checking a revision told, for other replicas of the same program."""
+    async with transaction(engine) as connection:
+        await _keep_check(connection, digest, check)
+
+
+async def _keep_check(connection: AsyncConnection, digest: str, check: Check) -> None:
+    await connection.execute(
+        insert(tables.policy_checks)
+        .values(digest=digest, checker=check.checker, report=dict(check.report))
+        .on_conflict_do_nothing()
+    )
+
+
 async def _store(
-    connection: AsyncConnection, digest: str, files: Mapping[str, str], *, author: str, reason: str
+    connection: AsyncConnection,
+    digest: str,
+    files: Mapping[str, str],
+    *,
+    author: str,
+    reason: str,
+    check: Check | None,
 ) -> None:
     """Keep a revision. One that is there already stays as it was first stored."""
     await connection.execute(
@@ -325,6 +369,8 @@ async def _store(
         .values(digest=digest, files=dict(files), author=author, reason=reason)
         .on_conflict_do_nothing()
     )
+    if check is not None:
+        await _keep_check(connection, digest, check)
 
 
 async def _write(

@@ -209,12 +209,16 @@ async def spend_by_tenant(engine: AsyncEngine) -> list[TenantSpend]:
     """By tenant id."""
     statement = text(
         """
-        SELECT tenants.id AS tenant_id, count(ledger.request_id) AS requests,
-               COALESCE(sum(ledger.amount_micro_usd), 0)::int8 AS settled_micro_usd,
+        SELECT tenants.id AS tenant_id,
+               count(ledger.request_id) + COALESCE(max(folded.calls), 0) AS requests,
+               (COALESCE(sum(ledger.amount_micro_usd), 0)
+                + COALESCE(max(folded.amount), 0))::int8 AS settled_micro_usd,
                budgets."limit" AS limit_micro_usd, budgets.spent AS spent_micro_usd,
                budgets.reserved AS reserved_micro_usd
         FROM tenants JOIN budgets ON budgets.id = tenants.budget_id
              LEFT JOIN ledger ON ledger.tenant_id = tenants.id
+             LEFT JOIN ledger_folded AS folded
+                  ON folded.kind = 'tenant' AND folded.id = tenants.id
         GROUP BY tenants.id, budgets.id ORDER BY tenants.id
         """
     )
@@ -222,15 +226,20 @@ async def spend_by_tenant(engine: AsyncEngine) -> list[TenantSpend]:
         return [TenantSpend(**_members(row)) for row in await connection.execute(statement)]
 
 
-# What accounts have ever spent, and what the ledger says that they were charged.
+# What accounts have ever spent, and what the ledger says, with what was folded away, that they were charged.
 _SUMS = """
     WITH ever_spent AS (
         SELECT id, unit, spent + COALESCE((SELECT sum(spent) FROM budget_windows
                                      WHERE budget_id = budgets.id), 0) AS amount
         FROM budgets
+    ), settled AS (
+        SELECT 'tenant' AS kind, tenant_id AS id, amount_micro_usd AS amount FROM ledger
+        UNION ALL SELECT 'workflow', workflow_id, amount_micro_usd FROM ledger
+        UNION ALL SELECT 'account', charge.key, charge.value::int8
+                  FROM ledger, jsonb_each_text(ledger.charges) AS charge
+        UNION ALL SELECT kind, id, amount FROM ledger_folded
     ), charged AS (
-        SELECT charge.key AS id, sum(charge.value::int8) AS amount
-        FROM ledger, jsonb_each_text(ledger.charges) AS charge GROUP BY charge.key
+        SELECT kind, id, sum(amount) AS amount FROM settled GROUP BY kind, id
     )
 """
 
@@ -249,20 +258,20 @@ _VIOLATIONS = {
         """SELECT FROM budgets WHERE reserved <> (
                SELECT COALESCE(sum(amount), 0) FROM budget_leases WHERE budget_id = budgets.id)""",
         """SELECT FROM tenants JOIN ever_spent ON ever_spent.id = tenants.budget_id
-           WHERE amount <> (SELECT COALESCE(sum(amount_micro_usd), 0) FROM ledger
-                            WHERE tenant_id = tenants.id)""",
+                LEFT JOIN charged ON charged.kind = 'tenant' AND charged.id = tenants.id
+           WHERE ever_spent.amount <> COALESCE(charged.amount, 0)""",
         """SELECT FROM workflows JOIN ever_spent ON ever_spent.id = workflows.budget_id
-           WHERE amount <> (SELECT COALESCE(sum(amount_micro_usd), 0) FROM ledger
-                            WHERE workflow_id = workflows.id)""",
+                LEFT JOIN charged ON charged.kind = 'workflow' AND charged.id = workflows.id
+           WHERE ever_spent.amount <> COALESCE(charged.amount, 0)""",
         # Accounts that may be younger than what their owner spent, by what each call was charged.
-        """SELECT FROM ever_spent LEFT JOIN charged USING (id)
-           WHERE (unit = 'tokens' OR starts_with(id, 'key:'))
+        """SELECT FROM ever_spent
+                LEFT JOIN charged ON charged.kind = 'account' AND charged.id = ever_spent.id
+           WHERE (unit = 'tokens' OR starts_with(ever_spent.id, 'key:'))
                  AND ever_spent.amount <> COALESCE(charged.amount, 0)""",
-        """SELECT FROM workflows WHERE
-           (SELECT COALESCE(sum(spent_micro_usd), 0) FROM workflow_steps
-            WHERE workflow_id = workflows.id)
-           <> (SELECT COALESCE(sum(amount_micro_usd), 0) FROM ledger
-               WHERE workflow_id = workflows.id)""",
+        """SELECT FROM workflows
+                LEFT JOIN charged ON charged.kind = 'workflow' AND charged.id = workflows.id
+           WHERE (SELECT COALESCE(sum(spent_micro_usd), 0) FROM workflow_steps
+                  WHERE workflow_id = workflows.id) <> COALESCE(charged.amount, 0)""",
     ),
 }
 

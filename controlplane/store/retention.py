@@ -1,7 +1,8 @@
-"""Forgets what nobody asks for any more: decisions, attempts and ended commands beyond their age.
+"""Forgets what nobody asks for any more: decisions, attempts, ended commands and calls beyond their age.
 
-Knows nothing of who calls it when. What money is proved by stays: requests, the ledger, steps and
-windows of budgets; so do workflows, the audit and the revisions of policies.
+Knows nothing of who calls it when. What money is proved by stays: a call's settlement leaves the ledger
+only into the sums of its accounts, which the database adds up itself; steps and windows of budgets stay,
+and so do workflows, the audit and the revisions of policies.
 """
 
 from enum import StrEnum
@@ -19,6 +20,7 @@ class Forgettable(StrEnum):
     DECISIONS = "decisions"
     ATTEMPTS = "attempts"
     COMMANDS = "commands"
+    REQUESTS = "requests"
 
 
 # Each finds the oldest rows by an index and passes over those that somebody holds. A call that is open
@@ -58,6 +60,22 @@ _FORGET: Final = {
             ORDER BY ended_at LIMIT :most FOR UPDATE SKIP LOCKED
         ) AS old
         WHERE commands.id = old.id
+        """
+    ),
+    # A call goes with its settlement, which a trigger folds into `ledger_folded` as it goes.
+    Forgettable.REQUESTS: text(
+        """
+        WITH old AS (
+            SELECT request_id FROM ledger
+            WHERE settled_at < clock_timestamp() - make_interval(days => :days)
+                  AND NOT EXISTS (SELECT FROM workflows
+                                  WHERE workflows.id = ledger.workflow_id AND state = 'running')
+            ORDER BY settled_at LIMIT :most FOR UPDATE SKIP LOCKED
+        ), gone AS (
+            DELETE FROM ledger USING old WHERE ledger.request_id = old.request_id
+            RETURNING ledger.request_id
+        )
+        DELETE FROM requests USING gone WHERE requests.id = gone.request_id
         """
     ),
 }

@@ -442,7 +442,8 @@ attempts = Table(
     Index("ix_attempts_created_at", "created_at"),
 )
 
-# Append-only: one settlement per request. Triggers refuse UPDATE and DELETE.
+# One settlement per request. Triggers refuse UPDATE, and DELETE of what is younger than 30 days or part of
+# a running workflow; any other row that is deleted is added to `ledger_folded` by a trigger.
 ledger = Table(
     "ledger",
     metadata,
@@ -455,6 +456,21 @@ ledger = Table(
     Column("charges", JSONB, nullable=False, server_default=text("'{}'")),
     CheckConstraint("amount_micro_usd >= 0", name="not_negative"),
     Index("ix_ledger_tenant_id_settled_at", "tenant_id", "settled_at"),
+    Index("ix_ledger_settled_at", "settled_at"),
+    Index("ix_ledger_workflow_id", "workflow_id"),
+)
+
+# INVARIANT I2: what `ledger` once held and holds no longer, summed: of a tenant and of a workflow in
+# micro-dollars, of an account in its unit. Triggers refuse every change but the one of `ledger`'s trigger.
+ledger_folded = Table(
+    "ledger_folded",
+    metadata,
+    Column("kind", String(15), primary_key=True),
+    Column("id", String(127), primary_key=True),
+    Column("calls", BigInteger, nullable=False),
+    Column("amount", BigInteger, nullable=False),
+    CheckConstraint(_one_of("kind", ("tenant", "workflow", "account")), name="kind"),
+    CheckConstraint("calls > 0 AND amount >= 0", name="counts"),
 )
 
 # A tenant's own name for a call, so that sending it again does not run it again.
@@ -647,6 +663,17 @@ policy_revisions = Table(
     _created(),
     CheckConstraint("digest ~ '^[0-9a-f]{64}$'", name="digest"),
     Index("ix_policy_revisions_created_at", "created_at"),
+)
+
+# What trying a revision's rules out has told a program, by the program's digest: a replica of the same
+# program need not do it again.
+policy_checks = Table(
+    "policy_checks",
+    metadata,
+    Column("digest", ForeignKey("policy_revisions.digest"), primary_key=True),
+    Column("checker", String(64), primary_key=True),
+    Column("report", JSONB, nullable=False),
+    _created(),
 )
 
 # One row: which bundle rules, and which one stands beside it. Every change raises `generation`, and

@@ -16,6 +16,9 @@ CONTROL_STREAM = "HW_CONTROL"
 CONTROL_PLAN = f"{PREFIX}.control.plan"
 CONTROL_PRICES = f"{PREFIX}.control.prices"
 
+# Whoever changes which policies rule wakes the replicas, which then ask PostgreSQL. Nobody keeps it.
+CONTROL_POLICIES = f"{PREFIX}.control.policies"
+
 # A replica that has just started asks every agent to say hello again.
 ROLL_CALL = f"{PREFIX}.control.rollcall"
 

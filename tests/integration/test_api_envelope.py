@@ -202,6 +202,21 @@ async def test_database_away_is_503_and_not_ready_and_live(
     assert (await surfaces.call("GET", "/health/ready")).status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("revision", "words"),
+    [("9999", ""), ("0001", "older than this program"), ("fe2c1a90b7d4", "none of Headway's")],
+)
+async def test_a_newer_schema_is_ready_and_an_older_one_is_told(
+    surfaces: Surfaces, clean_database_url: str, revision: str, words: str
+) -> None:
+    with psycopg.connect(clean_database_url) as connection:
+        connection.execute("UPDATE alembic_version SET version_num = %s", (revision,))
+    answer = await surfaces.call("GET", "/health/ready")
+    problems = answer.json()["problems"]
+    assert (answer.status_code, len(problems)) == ((503, 1) if words else (200, 0)), problems
+    assert words in " ".join(problems)
+
+
 async def test_document_is_true_about_errors(surfaces: Surfaces) -> None:
     document = (await surfaces.call("GET", "/openapi.json")).json()
     assert document["openapi"].startswith("3.1")

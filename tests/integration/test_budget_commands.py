@@ -84,6 +84,24 @@ async def test_nonsense_changes_nothing(
     assert answer.json()["error"]["code"]
 
 
+async def test_money_below_the_least_unit_is_refused_and_not_rounded_away(world: World) -> None:
+    surfaces = world.surfaces
+    tenant = next(iter(surfaces.tenants))
+    before = (await surfaces.operate("GET", f"budgets/tenant:{tenant}")).json()["limit"]
+    refused = await surfaces.operate("PATCH", f"tenants/{tenant}", {"budget_usd": 4e-7})
+    assert refused.status_code == 400
+    assert "least unit" in refused.json()["error"]["message"]
+    assert (await surfaces.operate("GET", f"budgets/tenant:{tenant}")).json()["limit"] == before
+    workflow = {"kind": "k", "scope": "chat", "steps_expected": 1, "deadline_s": 60}
+    body = {**workflow, "budget_usd": 4e-7}
+    refused = await surfaces.call("POST", "/v1/workflows", surfaces.tenants[tenant], body)
+    assert refused.status_code == 400
+    assert "least unit" in refused.json()["error"]["message"]
+    made = {**workflow, "budget_usd": 1e-6}
+    answer = await surfaces.call("POST", "/v1/workflows", surfaces.tenants[tenant], made)
+    assert answer.status_code == 201, answer.text
+
+
 async def test_a_viewer_changes_no_budget(world: World) -> None:
     operate = world.surfaces.operate
     tenant = f"budgets/tenant:{next(iter(world.surfaces.tenants))}"
@@ -133,6 +151,18 @@ async def test_budgets_from_the_command_line(world: World) -> None:
     code, out, _ = await world.headway("budgets", "set", f"key:{key}:tokens", "20000")
     assert "20,000 tok per total" in out
     assert (await world.headway("budgets", "set", f"key:{key}:tokens", "0.5"))[0] == 2
+    for words in (
+        ("budgets", "set", f"key:{key}"),
+        ("tenants", "budget", tenant),
+        ("tenants", "create", "new", "--class", "gold", "--slo", "chat", "--budget"),
+    ):
+        code, _, err = await world.headway(*words, "0.0000001")
+        assert code == 2, err
+        assert "$0.0000001 is less than the least unit, $0.000001" in " ".join(err.split())
+        assert (await world.headway(*words, "nan"))[0] == 2
+    assert (await world.headway("budgets", "set", f"key:{key}:tokens", "inf"))[0] == 2
+    code, out, _ = await world.headway("budgets", "show", f"key:{key}")
+    assert "$2.50 per day" in out, "what was refused changed nothing"
     people, programs = await asyncio.gather(
         world.headway("budgets", "list"),
         world.headway("budgets", "list", "--kind", "key", "--json"),

@@ -19,6 +19,7 @@ from controlplane.embedded.nats import EmbeddedNats, NatsUser, agent_user, contr
 from dataplane.protocol.subjects import (
     COMMAND_STREAM,
     COMMAND_SUBJECTS,
+    CONTROL_POLICIES,
     ROLL_CALL,
     inbox_prefix,
     node_subject,
@@ -96,6 +97,7 @@ async def test_an_agent_speaks_for_its_own_node_only(
             node_subject("n2", "beat"),
             node_subject("n2", "ack"),
             ROLL_CALL,
+            CONTROL_POLICIES,
             "hw.v1.control.plan",
             f"{inbox_prefix('control')}.x",
             "$JS.API.STREAM.DELETE.HW_COMMANDS",
@@ -123,6 +125,7 @@ async def test_an_agent_hears_its_own_node_only(
             node_subject("n2", "credits"),
             node_subject("n2", "cmd"),
             node_subject("*", "cmd"),
+            CONTROL_POLICIES,
             f"{inbox_prefix('n2')}.>",
             f"{inbox_prefix('control')}.>",
             "_INBOX.>",

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
@@ -14,11 +14,12 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from controlplane.api import failures
 from controlplane.api.operator import audit, policies
 from controlplane.domain.catalog import OperatorRole
-from controlplane.runtime.policy_compile import PolicyCompiler
+from controlplane.runtime.policy_compile import PolicyCompiler, checked, checker
 from controlplane.store import keys
 from controlplane.store import policies as store
 from controlplane.store.journal import Journal
 from controlplane.store.session import make_engine
+from policies.evaluate import Policy
 from policies.facts import as_json
 from tests.integration.policy_world import (
     IN_A_THREAD,
@@ -44,6 +45,10 @@ class Stored:
     engine: AsyncEngine
     pepper: bytes
     compiler: PolicyCompiler
+    told: list[Policy | None] = field(default_factory=list)
+
+    async def policies_changed(self, policy: Policy | None) -> None:
+        self.told.append(policy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +135,9 @@ async def test_way_of_a_bundle_and_what_the_log_tells_of_it(world: World) -> Non
     assert (row["active_digest"], row["previous_digest"]) == (strict, plain)
     row = await world.ok("POST", "policies/rollout/rollback", {"reason": "not so well"})
     assert (row["active_digest"], row["mode"]) == (plain, "none")
+    told = world.app.state.services.told
+    assert [policy and policy.revision for policy in told] == [strict, None, None, None]
+    assert await store.report_of(world.engine, strict, checker()) == dict(checked(told[0]).report)
 
     entries = (await world.ok("GET", "audit?subject=policy"))["data"]
     assert [entry["reason"] for entry in entries[:4]] == ["not so well", "well", "a few", "a try"]
@@ -192,6 +200,7 @@ async def test_bad_bundles_are_refused_with_the_place_and_change_nothing(world: 
             assert word in message
     row = await world.ok("GET", "policies/rollout")
     assert (row["generation"], row["active_digest"]) == (1, policy(PLAIN).revision)
+    assert world.app.state.services.told == []
     assert len((await world.ok("GET", "policies/revisions"))["data"]) == 1
 
 

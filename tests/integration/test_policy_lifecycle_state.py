@@ -5,17 +5,22 @@ import time
 from collections.abc import AsyncIterator
 
 import pytest
+from sqlalchemy import delete
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from controlplane.bus import Bus
 from controlplane.domain.catalog import Scope
 from controlplane.domain.errors import ConfigurationError, StateUnavailable
 from controlplane.domain.ids import ReplicaId, TenantId
+from controlplane.embedded.nats import NatsUser
 from controlplane.runtime.loops import every
-from controlplane.runtime.policy_compile import PolicyCompiler
+from controlplane.runtime.policy_compile import PolicyCompiler, checker
+from controlplane.runtime.policy_news import PolicyNews
 from controlplane.runtime.policy_state import POLICY_INTERVAL_S, PolicyState, in_canary
 from controlplane.store import audit, policies
-from controlplane.store.policies import Mode
-from controlplane.store.session import make_engine
+from controlplane.store.policies import Check, Mode
+from controlplane.store.session import make_engine, transaction
+from controlplane.store.tables import policy_checks
 from controlplane.telemetry.metrics import Metrics
 from policies.documents import Phase
 from policies.evaluate import NEUTRAL
@@ -92,6 +97,85 @@ async def test_the_first_replica_brings_its_folder_and_the_second_follows(
     assert stored is not None
     assert stored.files == STRICT
     assert stored.author == "replica:r1"
+
+
+async def test_news_of_a_change_reach_every_replica_at_once(
+    engine: AsyncEngine, nats_url: str, nats_users: dict[str, NatsUser]
+) -> None:
+    user = nats_users["control"]
+    buses = [
+        Bus(nats_url, user=user.name, password=user.password, name=f"control-{name}")
+        for name in ("r1", "r2")
+    ]
+    states = [await started(engine, name=name) for name in ("r1", "r2")]
+    news = [PolicyNews(state, bus) for state, bus in zip(states, buses, strict=True)]
+    for bus, heard in zip(buses, news, strict=True):
+        await bus.connect()
+        await heard.join()
+    # Nobody looks by itself: that it is time to does not come within this test.
+    loops = [
+        asyncio.create_task(every(3_600.0, "policies", state.refresh, woken=state.woken))
+        for state in states
+    ]
+    try:
+        for given, change in ((STRICT, policy(STRICT)), (PLAIN, None)):
+            revision = await put(engine, given, Mode.NONE)
+            await news[0].changed(change)
+            async with asyncio.timeout(30):
+                while any(state.policy.revision != revision for state in states):
+                    await asyncio.sleep(0.005)
+            assert (states[0].policy is change) == (change is not None), "it is not compiled again"
+    finally:
+        for task in loops:
+            task.cancel()
+        await asyncio.gather(*loops, return_exceptions=True)
+        for bus in buses:
+            await bus.close()
+    # Without the bus the change is made all the same, and the next look finds it.
+    await put(engine, STRICT, Mode.NONE)
+    await news[0].changed()
+    assert states[0].woken.is_set()
+
+
+async def test_what_one_replica_has_tried_out_another_of_the_same_program_need_not(
+    engine: AsyncEngine,
+) -> None:
+    state = await started(engine)
+    digest = policy(STRICT).revision
+    told = {"rules": 1, "inputs": 77, "p99_us": 5, "notes": ["seen by another"]}
+    for program, inputs in (("0" * 64, 1_000), (checker(), 77)):
+        await policies.apply(
+            engine, digest, STRICT, author="k", reason="r", mode=Mode.NONE,
+            check=Check(checker=program, report=told),
+        )  # fmt: skip
+        state = await started(engine)
+        assert state.policy.revision == digest
+        assert state.policy.bundle.report.inputs == inputs
+        await policies.roll_back(engine, author="k", reason="r")
+        # What this replica found by itself is forgotten, so that the second program's word counts.
+        async with transaction(engine) as connection:
+            await connection.execute(delete(policy_checks))
+    # And what it finds by itself is kept for the others.
+    state = await started(engine, STRICT)
+    assert await policies.report_of(engine, state.policy.revision, checker()) is not None
+
+
+@pytest.mark.parametrize(
+    "given", [BROKEN, files(LONG_ANSWERS.replace("max_tokens >", "max_tokenz >"))]
+)
+async def test_a_broken_bundle_is_not_used_whatever_is_told_of_it(
+    engine: AsyncEngine, given: dict[str, str]
+) -> None:
+    state = await started(engine)
+    before = state.policy
+    told = {"rules": 1, "inputs": 1_000, "p99_us": 5, "notes": []}
+    await policies.apply(
+        engine, "f" * 64, given, author="k", reason="r", mode=Mode.NONE,
+        check=Check(checker=checker(), report=told),
+    )  # fmt: skip
+    await state.refresh()
+    assert state.policy is before
+    assert "made-up" in state.problem
 
 
 async def test_a_folder_that_can_not_be_used_ends_the_start(engine: AsyncEngine) -> None:

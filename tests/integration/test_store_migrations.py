@@ -10,6 +10,7 @@ from sqlalchemy import create_engine
 from sqlalchemy.pool import NullPool
 
 from controlplane.store import migrate
+from controlplane.store.migrate import Standing
 from controlplane.store.session import driver_url
 from controlplane.store.tables import metadata
 
@@ -35,9 +36,9 @@ def shape(url: str) -> list[tuple[str, ...]]:
 
 def test_upgrade_from_empty_builds_what_the_tables_declare(empty_database_url: str) -> None:
     assert migrate.current(empty_database_url) is None
-    assert not migrate.is_current(empty_database_url)
+    assert migrate.standing(empty_database_url) is Standing.EMPTY
     migrate.upgrade(empty_database_url)
-    assert migrate.is_current(empty_database_url)
+    assert migrate.standing(empty_database_url) is Standing.CURRENT
     migrated = shape(empty_database_url)
 
     engine = create_engine(driver_url(empty_database_url), poolclass=NullPool)
@@ -51,6 +52,26 @@ def test_alembic_check_finds_no_difference(clean_database_url: str) -> None:
     engine = create_engine(driver_url(clean_database_url), poolclass=NullPool)
     with engine.begin() as connection:
         command.check(migrate.configuration(connection))
+
+
+def test_a_newer_schema_serves_an_older_one_and_a_strange_one_do_not(
+    clean_database_url: str,
+) -> None:
+    head = migrate.upgrade(clean_database_url)
+    for revision, expected in (
+        (head, Standing.CURRENT),
+        (f"{int(head) + 1:04}", Standing.NEWER),
+        (f"{int(head) - 1:04}", Standing.OLDER),
+        ("0001", Standing.OLDER),
+        ("0000", Standing.FOREIGN),
+        ("fe2c1a90b7d4", Standing.FOREIGN),
+    ):
+        with psycopg.connect(clean_database_url) as connection:
+            connection.execute("UPDATE alembic_version SET version_num = %s", (revision,))
+        assert migrate.standing(clean_database_url) is expected, revision
+        assert expected.is_usable == (expected in {Standing.CURRENT, Standing.NEWER})
+        if expected.is_usable:
+            assert migrate.upgrade(clean_database_url) == revision, "and it is left as it is"
 
 
 def test_three_upgrades_at_once_apply_each_revision_once(empty_database_url: str) -> None:

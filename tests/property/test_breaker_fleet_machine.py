@@ -17,10 +17,8 @@ from hypothesis.stateful import (
 from controlplane.domain.fleet import SEATS_UNBOUNDED, fits
 from controlplane.domain.outcome import AttemptOutcome
 from controlplane.domain.pool import BreakerState, OverrideMode
+from tests.examples import machine_examples
 from tests.unit.test_reliability_fleet import SEATS, World
-
-# Derandomised is the profile of continuous integration.
-EXAMPLES = 2_000 if settings.default is not None and settings.default.derandomize else 100
 
 BAD = (
     AttemptOutcome.CONNECT_ERROR, AttemptOutcome.SERVER_ERROR, AttemptOutcome.TIMEOUT,
@@ -152,5 +150,7 @@ def test_every_sequence(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL, logger="controlplane.runtime.health")
     run_state_machine_as_test(
         FleetMachine,
-        settings=settings(settings.default, max_examples=EXAMPLES, stateful_step_count=6),
+        settings=settings(
+            settings.default, max_examples=machine_examples(100), stateful_step_count=6
+        ),
     )

@@ -13,9 +13,7 @@ from hypothesis.stateful import (
 
 from controlplane.domain.outcome import AttemptOutcome
 from controlplane.reliability.breaker import Breaker
-
-# Derandomised is the profile of continuous integration.
-EXAMPLES = 2_000 if settings.default is not None and settings.default.derandomize else 100
+from tests.examples import machine_examples
 
 BAD = (
     AttemptOutcome.CONNECT_ERROR, AttemptOutcome.SERVER_ERROR, AttemptOutcome.TIMEOUT,
@@ -174,5 +172,7 @@ class BreakerMachine(RuleBasedStateMachine):
 def test_every_sequence() -> None:
     run_state_machine_as_test(
         BreakerMachine,
-        settings=settings(settings.default, max_examples=EXAMPLES, stateful_step_count=10),
+        settings=settings(
+            settings.default, max_examples=machine_examples(100), stateful_step_count=10
+        ),
     )

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from controlplane.admission.budget import Slice
+from tests.examples import machine_examples
 
 AMOUNT = st.integers(0, 6)
 
@@ -60,7 +61,9 @@ class SliceAgainstBooks(RuleBasedStateMachine):
 
 
 TestSliceAgainstBooks = SliceAgainstBooks.TestCase
-TestSliceAgainstBooks.settings = settings(max_examples=200, stateful_step_count=30, deadline=None)
+TestSliceAgainstBooks.settings = settings(
+    max_examples=machine_examples(200), stateful_step_count=30, deadline=None
+)
 
 
 @pytest.mark.parametrize("method", ["grow", "reserve", "surrender"])

@@ -11,6 +11,9 @@ from controlplane.domain.decision import Placement
 from controlplane.runtime.flows import Flows
 from controlplane.scheduler.tick_log import TickLog
 from tests.decision_builders import NOW_MS, call, engine_row
+from tests.examples import MACHINE_S_MAX, machine_examples
+
+pytestmark = pytest.mark.timeout(MACHINE_S_MAX)
 
 GAP_MS = 10_000
 CALL_MS = 1_000.0
@@ -127,7 +130,9 @@ class FlowsAgainstSums(RuleBasedStateMachine):
 
 
 TestFlowsAgainstSums = FlowsAgainstSums.TestCase
-TestFlowsAgainstSums.settings = settings(max_examples=300, stateful_step_count=25, deadline=None)
+TestFlowsAgainstSums.settings = settings(
+    max_examples=machine_examples(300), stateful_step_count=25, deadline=None
+)
 
 
 def test_a_prompt_in_the_making_counts_on_its_own_engine_until_it_is_made():

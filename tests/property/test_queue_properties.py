@@ -7,6 +7,7 @@ classes, tenants and calls, who is passed over, who sleeps, and what is charged.
 from collections import Counter
 from itertools import count
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -15,6 +16,9 @@ from controlplane.admission.fairness import Leeway
 from controlplane.admission.queue import Answer, Entered, TurnedAway, Waiting, WaitingQueue
 from controlplane.domain.decision import Reason
 from tests.decision_builders import call
+from tests.examples import MACHINE_S_MAX, machine_examples
+
+pytestmark = pytest.mark.timeout(MACHINE_S_MAX)
 
 LEAD, CREDIT = 1.5, 1.0
 CLASS_WEIGHTS = {"standard": 4.0, "batch": 1.0}
@@ -413,7 +417,9 @@ class QueueAgainstLists(RuleBasedStateMachine):
 
 
 TestQueueAgainstLists = QueueAgainstLists.TestCase
-TestQueueAgainstLists.settings = settings(max_examples=200, stateful_step_count=30, deadline=None)
+TestQueueAgainstLists.settings = settings(
+    max_examples=machine_examples(200), stateful_step_count=30, deadline=None
+)
 
 
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 99)), max_size=40))

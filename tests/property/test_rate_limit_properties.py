@@ -2,10 +2,11 @@
 
 from fractions import Fraction
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from controlplane.admission.rate_limit import Meter
+from tests.examples import machine_examples
 
 STEPS = st.lists(
     st.tuples(
@@ -17,6 +18,7 @@ STEPS = st.lists(
 )
 
 
+@settings(max_examples=machine_examples(50))
 @given(limit=st.integers(1, 12), replicas=st.sampled_from([1, 2, 3]), steps=STEPS)
 def test_a_meter_is_a_bucket_of_one_minute_that_leaks_at_the_rate(limit, replicas, steps):
     # The share, in thousandths; the bucket is kept as a fraction.
@@ -44,6 +46,7 @@ def test_a_meter_is_a_bucket_of_one_minute_that_leaks_at_the_rate(limit, replica
         owed = max(Fraction(0), owed + later)
 
 
+@settings(max_examples=machine_examples(50))
 @given(
     limit=st.integers(1, 20),
     gaps=st.lists(st.sampled_from([0, 0, 1, 100, 2_999, 3_000, 20_000, 60_000]), max_size=80),

@@ -3,7 +3,7 @@
 from random import Random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from controlplane.reliability.retry_budget import (
@@ -13,11 +13,13 @@ from controlplane.reliability.retry_budget import (
     RetryBudgets,
 )
 from controlplane.reliability.window import WINDOW_MS, Window
+from tests.examples import machine_examples
 
 # Gaps on and around the edges of the ten-second window and its slices.
 GAP_MS = st.sampled_from([0, 1, 50, 99, 100, 101, 900, 4_999, 9_899, 9_900, 9_999, 10_000, 10_001])
 
 
+@settings(max_examples=machine_examples(50))
 @given(
     st.lists(
         st.tuples(GAP_MS, st.sampled_from(["request", "retry", "burst", "retries"])), max_size=40
@@ -49,6 +51,7 @@ STEP = st.tuples(
 )
 
 
+@settings(max_examples=machine_examples(50))
 @given(st.lists(STEP, max_size=40))
 def test_a_retry_needs_room_with_its_tenant_and_with_its_pool(steps):
     budgets = RetryBudgets()
@@ -79,6 +82,7 @@ def test_a_retry_needs_room_with_its_tenant_and_with_its_pool(steps):
                 assert within(again, 2, pool) <= 0.1 * within(first, 2, pool) + 3
 
 
+@settings(max_examples=machine_examples(50))
 @given(st.lists(st.tuples(GAP_MS, st.integers(1, 3)), max_size=60))
 def test_a_window_never_misses_on_the_side_that_it_must_not(steps):
     more, less = Window(is_edge_counted=True), Window(is_edge_counted=False)

@@ -26,6 +26,7 @@ from controlplane.api.shapes import (
 )
 from controlplane.domain.decision import Reason, Refuse
 from controlplane.domain.errors import ConfigurationError, Refused
+from controlplane.runtime.policy_compile import checked
 from controlplane.store import policies
 from controlplane.store.policies import Mode, Revision, Rollout, RolloutConflict
 from policies.cases import run_cases
@@ -145,7 +146,9 @@ async def apply(body: NewRevision, operator: AdminDep, services: ServicesDep) ->
             reason=body.reason,
             mode=Mode.NONE if body.is_now else Mode.SHADOW,
             generation=body.generation,
+            check=checked(policy),
         )
+    await services.policies_changed(policy)
     return RolloutAnswer.model_validate(changed)
 
 
@@ -160,6 +163,7 @@ async def canary(body: CanaryStep, operator: AdminDep, services: ServicesDep) ->
             reason=body.reason,
             generation=body.generation,
         )
+    await services.policies_changed(None)
     return RolloutAnswer.model_validate(changed)
 
 
@@ -173,6 +177,7 @@ async def promote(body: Step, operator: AdminDep, services: ServicesDep) -> Roll
             reason=body.reason,
             generation=body.generation,
         )
+    await services.policies_changed(None)
     return RolloutAnswer.model_validate(changed)
 
 
@@ -186,6 +191,7 @@ async def roll_back(body: Step, operator: AdminDep, services: ServicesDep) -> Ro
             reason=body.reason,
             generation=body.generation,
         )
+    await services.policies_changed(None)
     return RolloutAnswer.model_validate(changed)
 
 

@@ -4,7 +4,7 @@ from datetime import datetime
 from typing import Annotated
 
 from fastapi import APIRouter
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from controlplane.api.security import (
     AdminChangeDep,
@@ -24,17 +24,20 @@ from controlplane.api.shapes import (
     Page,
     Slug,
     page_of,
+    whole_micro_usd,
 )
 from controlplane.domain.decision import Reason, Refuse
 from controlplane.domain.errors import Refused
 from controlplane.domain.ids import TenantId
-from controlplane.domain.money import MICRO_USD_PER_USD
+from controlplane.domain.money import micro_usd
 from controlplane.store import budgets, catalog
 from controlplane.store.catalog import TenantRecord
 
 router = APIRouter(prefix="/tenants", tags=["tenants"])
 
-BudgetUsd = Annotated[float, Field(ge=0, le=1_000_000_000, allow_inf_nan=False)]
+BudgetUsd = Annotated[
+    float, Field(ge=0, le=1_000_000_000, allow_inf_nan=False), AfterValidator(whole_micro_usd)
+]
 
 
 class NewTenant(Body):
@@ -99,7 +102,7 @@ async def create_tenant(body: NewTenant, by: AdminChangeDep, services: ServicesD
         name=body.name,
         tenant_class=body.tenant_class,
         slo_class=body.slo_class,
-        budget_micro_usd=_micro_usd(body.budget_usd),
+        budget_micro_usd=micro_usd(body.budget_usd),
         by=by,
     )
     if record is None:
@@ -115,7 +118,7 @@ async def change_tenant(
     tenant = TenantId(tenant_id)
     record = await _existing(services, tenant)
     if body.budget_usd is not None:
-        limit = _micro_usd(body.budget_usd)
+        limit = micro_usd(body.budget_usd)
         await budgets.set_limit(services.engine, record.budget_id, limit, by)
     if body.is_disabled is not None:
         await catalog.set_disabled(services.engine, tenant, is_disabled=body.is_disabled, by=by)
@@ -128,7 +131,3 @@ async def _existing(services: Services, tenant: TenantId) -> TenantRecord:
     if record is None:
         raise Refused(Refuse(Reason.NOT_FOUND, f"there is no tenant `{tenant}`"))
     return record
-
-
-def _micro_usd(usd: float) -> int:
-    return round(usd * MICRO_USD_PER_USD)

@@ -35,7 +35,7 @@ from controlplane.domain.catalog import Principal, Scope
 from controlplane.domain.decision import Reason, Refuse
 from controlplane.domain.errors import Refused
 from controlplane.domain.ids import SloClassName, WorkflowId
-from controlplane.domain.money import MICRO_USD_PER_USD
+from controlplane.domain.money import MICRO_USD_PER_USD, micro_usd
 from controlplane.domain.outcome import WorkflowState
 from controlplane.runtime.model_choices import retried
 from controlplane.store import workflows
@@ -93,7 +93,7 @@ async def create(body: NewWorkflow, principal: TenantDep, services: ServicesDep)
             )
         )
     budget = body.budget_usd
-    budget_micro_usd = None if budget is None else max(1, round(budget * MICRO_USD_PER_USD))
+    budget_micro_usd = None if budget is None else micro_usd(budget)
     workflow_id = workflows.new_id()
     before = await _retried(body, principal, services)
     asked = body.model or (None if before is None else before.asked_model)
