@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 SEEDS_MAX: Final = 1_000
 PROCESSES_MAX: Final = 256
 LOAD_MAX: Final = 20.0
+REPLICAS_MAX: Final = 64
 DAYS_MAX: Final = 100
 PEAK_ENGINES_MAX: Final = 64
 # `day` is played in so many hours at most when it is to be quick.
@@ -72,7 +73,10 @@ def simulate(
         str, typer.Option("--load", metavar="L[,L]", help="Work that comes, in fleet capacities.")
     ] = "0.5,1.0,1.5",
     fleet: Annotated[
-        str, typer.Option("--fleet", help="homogeneous, mixed, or cluster documents.")
+        str,
+        typer.Option(
+            "--fleet", help="homogeneous, mixed, pairs, pairs-even, or cluster documents."
+        ),
     ] = "homogeneous",
     policy: Annotated[
         str,
@@ -110,6 +114,12 @@ def simulate(
             "--gpu-types", metavar="T[,T]", help="Of gpu-mix; else all that have a price."
         ),
     ] = "h100-sxm,a100-80,l40s",
+    replicas: Annotated[
+        int,
+        typer.Option(
+            "--replicas", min=1, max=REPLICAS_MAX, help="Of headway, which share the engines."
+        ),
+    ] = 1,
     is_quick: Annotated[
         bool, typer.Option("--quick", help="A quarter of the time simulated; for a first look.")
     ] = False,
@@ -193,6 +203,10 @@ def simulate(
             "ablated": tuple(_part(name) for name in _names(ablate)),
             "seeds": seeds,
         }
+        if replicas > 1 and experiment not in (Experiment.FIXED, Experiment.FLOOR):
+            raise CommandFailure(
+                ExitCode.USAGE, "--replicas goes with fixed and floor", "leave it out"
+            )
         if experiment is Experiment.DAY:
             spans = {
                 "hours": min(hours, HOURS_QUICK) if is_quick else hours,
@@ -207,7 +221,13 @@ def simulate(
             if experiment is Experiment.GPU_MIX:
                 question = _mix_question(model, prices, _names(gpu_types), floor_ratio)
             document = _play(
-                experiment, wanted, floor_ratio, processes, question, is_quick=is_quick
+                experiment,
+                wanted,
+                floor_ratio,
+                processes,
+                question,
+                replicas=replicas,
+                is_quick=is_quick,
             )
         if report_path is not None:
             from cli.simulate.report import write
@@ -256,6 +276,7 @@ def _play(
     processes: int,
     question: "MixQuestion | None",
     *,
+    replicas: int,
     is_quick: bool,
 ) -> dict[str, Any]:
     if experiment is Experiment.MODEL_CHOICE:
@@ -277,7 +298,7 @@ def _play(
         workload(name)
     for name in wanted["fleets"]:
         fleet(name)
-    asked = Wanted(**wanted, span=QUICK if is_quick else FULL)
+    asked = Wanted(**wanted, replicas=replicas, span=QUICK if is_quick else FULL)
     with _progress() as report, Runner(processes, Done(report=report)) as runner:
         if question is not None:
             from cli.simulate.gpu_mix import gpu_mix

@@ -248,14 +248,15 @@ class Call:
     class so far. True sizes are in `plan`, for clairvoyant strategies only. `deadline_ms` is the workflow's,
     `asked_ms` when this try came, `arrived_ms` when the step's first try came. `cached_tokens` of its
     prompt were found in the cache, as the engine reports at its end. `engine` is -1 while it
-    is on none; `home` is the engine that the chain's step before ran on, or -1, and `workflow_home` the one
+    is on none; `prefill` is the engine that computes its prompt for that one, -1 when that one does so
+    itself; `home` is the engine that the chain's step before ran on, or -1, and `workflow_home` the one
     where a call of the workflow ended last.
     """
 
     __slots__ = (
         "arrived_ms", "asked_ms", "cached_tokens", "chain", "completion_tokens_expected", "deadline_ms",
         "ended_ms", "engine", "first_token_ms", "gpu_ms", "home", "id", "is_between_tries", "is_waiting",
-        "own", "place", "plan", "sent_ms", "step", "step_number", "steps_expected", "tries",
+        "own", "place", "plan", "prefill", "sent_ms", "step", "step_number", "steps_expected", "tries",
         "workflow_home",
     )  # fmt: skip
 
@@ -283,6 +284,7 @@ class Call:
         self.steps_expected = 1
         self.tries = 0
         self.engine = -1
+        self.prefill = -1
         self.home = -1
         self.workflow_home = -1
         self.sent_ms = 0.0
@@ -380,7 +382,11 @@ class Floor(Protocol):
         ...
 
     def can_take(self, call: Call, engine: int) -> bool:
-        """The engine accepts calls, serves the model, and holds a context of this size."""
+        """The engine accepts calls, serves the model, answers calls, and holds a context of this size."""
+        ...
+
+    def can_prefill(self, call: Call, engine: int) -> bool:
+        """The engine computes prompts for others, accepts calls, serves the model, and holds this prompt."""
         ...
 
     def cached_tokens(self, call: Call, engine: int) -> int:
@@ -391,9 +397,15 @@ class Floor(Protocol):
         """Time to compute what of the call's prompt the engine does not hold, with nobody else there."""
         ...
 
-    def send(self, call: Call, engine: int, priority: float = 0.0) -> None:
+    def send(
+        self, call: Call, engine: int, priority: float = 0.0, prefill: int | None = None
+    ) -> None:
         """Give the call to an engine, which queues it if it must. Engines serve smaller `priority`
-        first, then by arrival. Raises ValueError when the call is not waiting or `can_take` is false.
+        first, then by arrival. `prefill` computes the prompt first, and its KV moves to `engine`, which is in
+        the same region.
+
+        Raises ValueError when the call is not waiting, `can_take` or `can_prefill` is false, or the engines
+        are in two regions.
         """
         ...
 
@@ -430,8 +442,12 @@ class Strategy(Protocol):
         """A call, or a try of it after a refusal, has come."""
         ...
 
+    def prefilled(self, call: Call) -> None:
+        """`call.prefill` has computed the prompt, and has a call less in flight."""
+        ...
+
     def first_token(self, call: Call) -> None:
-        """Its engine has computed the prompt and sent the first token."""
+        """Its engine has the prompt's KV and has sent the first token."""
         ...
 
     def ended(self, call: Call) -> None:
@@ -439,7 +455,11 @@ class Strategy(Protocol):
         ...
 
     def failed(self, call: Call) -> None:
-        """Its engine died before its end: it waits again, for another engine or a refusal."""
+        """An engine that it needed died before its end: it waits again, for another or a refusal.
+
+        Of a pair: the prefill engine until the KV has moved, and the other one from then on. That one is
+        asked only when the prompt is computed, so that its death is not noticed before.
+        """
         ...
 
     def expired(self, call: Call) -> None:
@@ -480,6 +500,8 @@ class Pushes:
 
     def begin(self, floor: Floor) -> None:
         self.floor = floor
+
+    def prefilled(self, call: Call) -> None: ...
 
     def first_token(self, call: Call) -> None: ...
 
@@ -614,6 +636,8 @@ class Result:
     gauges_at_end: Mapping[str, float]
     digest: str
     log: tuple[str, ...] = ()
+    # Calls that ended on a pair, measured or not.
+    pair_calls: int = 0
 
     @property
     def cpst_usd(self) -> float:

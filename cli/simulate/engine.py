@@ -4,6 +4,10 @@ Follows vLLM's scheduler as `dataplane/engines/simulated` does, but moves from o
 batch to the next instead of step by step: between two changes all decoding calls gain a token in
 every step, so an odometer of steps and a heap of the readings at which calls end say when the next
 change comes, exactly. Knows no workflow beyond what of its context is cached, and no money.
+
+A pair of engines splits a call as vLLM's NIXL connector does. The one computes the prompt and holds its KV
+without a seat until it was read. The other takes memory for the prompt, reads the blocks that it does not
+hold itself, computes the last token of the prompt again to have something to sample from, and decodes.
 """
 
 import heapq
@@ -26,12 +30,16 @@ Context = int | tuple[int, int]
 class Running:
     """One call on an engine. `computed` of its `target` tokens have their KV; the target grows with what
     it has generated when it must be computed again. `ends_at` is the odometer at which it ends.
+
+    `is_prefill` computes the prompt for another engine; `is_received` gets its KV from another one, which
+    `fetched_tokens` are read from.
     """
 
     __slots__ = (
-        "cached_tokens", "call", "computed", "ends_at", "gpu_ms", "has_spoken", "is_decoding", "is_gone",
-        "joined_ms_each", "left_tokens", "lost_tokens", "order", "own_tokens", "preempted_ms",
-        "prefix_tokens", "priority", "started_at", "target",
+        "cached_tokens", "call", "computed", "ends_at", "fetched_tokens", "gpu_ms", "has_spoken",
+        "is_decoding", "is_gone", "is_prefill", "is_received", "joined_ms_each", "left_tokens",
+        "lost_tokens", "order", "own_tokens", "preempted_ms", "prefix_tokens", "priority", "started_at",
+        "target",
     )  # fmt: skip
 
     def __init__(self, call: Call, priority: float, order: int) -> None:
@@ -49,6 +57,9 @@ class Running:
         self.is_decoding = False
         self.is_gone = False
         self.has_spoken = False
+        self.is_prefill = False
+        self.is_received = False
+        self.fetched_tokens = 0
         self.ends_at = 0
         self.started_at = 0
         self.joined_ms_each = 0.0
@@ -99,16 +110,20 @@ class Segment:
 
 @dataclass(slots=True)
 class Happened:
-    """Calls that got their first token, and calls that ended, at the end of a segment."""
+    """Calls that got their first token, that ended, and whose prompt is computed for another engine, at the
+    end of a segment.
+    """
 
     first: list[Running] = field(default_factory=list)
+    filled: list[Running] = field(default_factory=list)
     ended: list[Running] = field(default_factory=list)
 
 
 class Engine:
-    """Driven by the world: `add` and `cancel` between segments, `advance` at `ends_ms`.
+    """Driven by the world: `add` and `cancel` between segments, `advance` at `ends_ms`. Of pairs also
+    `receive`, `fetched` for what `take_fetching` told of, and `hand_over` on the other engine.
 
-    INVARIANT: `pinned` + `cached` <= capacity; `pinned` is what running calls hold, prefixes once.
+    INVARIANT: `pinned` + `cached` <= capacity; `pinned` is what calls hold, prefixes once.
     """
 
     def __init__(self, spec: EngineSpec) -> None:
@@ -140,6 +155,12 @@ class Engine:
         self._waiting_count = 0
         self._running: dict[int, Running] = {}
         self._leaving: list[Running] = []
+        # Of pairs, by order: prompts held for another engine; those that are read from another one, and among
+        # them those that are here and wait for a seat; those that the world has not heard of yet.
+        self._held: dict[int, Running] = {}
+        self._fetching: dict[int, Running] = {}
+        self._fetched: list[Running] = []
+        self._fetching_untold: list[Running] = []
         self._contexts: dict[Context, Kept] = {}
         self._prefixes: dict[str, Kept] = {}
         # What nobody uses, longest unused first: contexts by their chain's key, prefixes by name.
@@ -154,6 +175,15 @@ class Engine:
     @property
     def waiting(self) -> int:
         return self._waiting_count
+
+    @property
+    def is_holding(self) -> bool:
+        """Whether another engine has still to read KV from here."""
+        return bool(self._held)
+
+    def is_held(self, running: Running) -> bool:
+        """The prompt is computed, and another engine has still to read its KV."""
+        return running.order in self._held
 
     @property
     def ends_ms(self) -> float:
@@ -202,19 +232,63 @@ class Engine:
 
     # ------------------------------------------------------------ calls come and go
 
-    def add(self, call: Call, priority: float, now_ms: float) -> Running:
-        """Take a call; it joins at the next step that has room for it."""
+    def add(
+        self, call: Call, priority: float, now_ms: float, *, is_prefill: bool = False
+    ) -> Running:
+        """Take a call; it joins at the next step that has room for it.
+
+        `is_prefill`: its prompt is computed and held until `hand_over`, for another engine to go on with.
+        """
         self._order += 1
         running = Running(call, priority, self._order)
-        self.by_call[call.id] = running
-        heapq.heappush(self._waiting, (priority, running.order, running))
-        self._waiting_count += 1
+        running.is_prefill = is_prefill
         self.prefill_tokens_waiting += running.target
+        self._line_up(running, now_ms)
+        return running
+
+    def receive(self, call: Call, priority: float, cached_tokens: int, now_ms: float) -> Running:
+        """Take a call whose prompt another engine holds, which found `cached_tokens` of it in its cache.
+
+        When there is memory for the prompt `take_fetching` tells of it.
+        """
+        self._order += 1
+        running = Running(call, priority, self._order)
+        running.is_received = True
+        running.cached_tokens = cached_tokens
+        # All but the last token of the prompt comes over.
+        self.prefill_tokens_waiting += 1
+        self._line_up(running, now_ms)
+        return running
+
+    def take_fetching(self) -> list[Running]:
+        """Calls that began to read their prompt's KV since this was last asked."""
+        untold, self._fetching_untold = self._fetching_untold, []
+        return untold
+
+    def fetched(self, running: Running, now_ms: float) -> None:
+        """The prompt's KV is here: the call joins at the next step that has a seat."""
+        self._fetched.append(running)
+        self._look_again(now_ms)
+
+    def hand_over(self, call: Call, now_ms: float) -> None:
+        """The other engine has read what was held for it; it stays cached while there is room."""
+        running = self.by_call.pop(call.id)
+        del self._held[running.order]
+        self._give_up(running, running.own_tokens)
+        self._look_again(now_ms)
+
+    def _line_up(self, running: Running, now_ms: float) -> None:
+        self.by_call[running.call.id] = running
+        heapq.heappush(self._waiting, (running.priority, running.order, running))
+        self._waiting_count += 1
+        self._look_again(now_ms)
+
+    def _look_again(self, now_ms: float) -> None:
+        """Something came or was freed: the next step may be another one."""
         if self.segment is None:
             self._plan(now_ms)
         elif not self.segment.work and len(self._running) < self.spec.seats:
             self._cut(now_ms)
-        return running
 
     def cancel(self, call: Call, now_ms: float) -> Running | None:
         """Take a call out; one that computes leaves at the end of the step that runs."""
@@ -222,9 +296,26 @@ class Engine:
         if running is None:
             return None
         running.is_gone = True
+        if running.order in self._held:
+            del self._held[running.order]
+            self._give_up(running, running.own_tokens)
+            self._look_again(now_ms)
+            return running
+        if running.order in self._fetching:
+            self._stop_fetching(running)
+            # What was to come over is not there.
+            missing = running.fetched_tokens - 1
+            running.own_tokens -= missing
+            self.pinned -= missing
+            self._give_up(running, running.own_tokens)
+            self.prefill_tokens_waiting -= 1
+            self._look_again(now_ms)
+            return running
         if running.order not in self._running:
             self._waiting_count -= 1
-            self.prefill_tokens_waiting -= running.target - running.computed
+            self.prefill_tokens_waiting -= (
+                1 if running.is_received else running.target - running.computed
+            )
             return running
         self._settle_share(running)
         self._leaving.append(running)
@@ -290,7 +381,8 @@ class Engine:
                 # Until the plan is made: what it will compute takes room as well.
                 self.pinned += tokens
                 budget -= tokens
-        if self.preemptions == preempted:
+        # Who was preempted comes back when something else has ended, or nothing is left.
+        if self.preemptions == preempted or not (self._decoding or work):
             budget = self._admit(work, budget)
         planned = sum(work.values())
         self.pinned -= planned
@@ -390,6 +482,13 @@ class Engine:
 
     def _speak(self, running: Running, happened: Happened) -> None:
         """The prompt is computed, and with it a token has come."""
+        if running.is_prefill:
+            self._publish_prefix(running)
+            if not running.is_gone:
+                del self._running[running.order]
+                self._held[running.order] = running
+                happened.filled.append(running)
+            return
         running.left_tokens -= 1
         if not running.has_spoken:
             running.has_spoken = True
@@ -428,6 +527,17 @@ class Engine:
 
     def _admit(self, work: dict[Running, int], budget: int) -> int:
         """Let calls that wait join as long as step, seats and memory have room; the budget that is left."""
+        while budget > 0 and self._fetched and len(self._running) < self.spec.seats:
+            if self.pinned + 1 + self._decoding > self.capacity:
+                break
+            running = self._fetched[0]
+            self._stop_fetching(running)
+            running.is_received = False
+            self._running[running.order] = running
+            self._prefilling.append(running)
+            work[running] = 1
+            self.pinned += 1
+            budget -= 1
         while budget > 0 and self._waiting and len(self._running) < self.spec.seats:
             running = self._waiting[0][2]
             if running.is_gone:
@@ -435,6 +545,13 @@ class Engine:
                 continue
             matched = min(self.match(running.call), running.target - 1)
             tokens = min(running.target - matched, budget)
+            if running.is_received:
+                pins = self._pins_of(running.call, matched) + running.target - matched
+                if self.pinned + pins + self._decoding > self.capacity:
+                    break
+                heapq.heappop(self._waiting)
+                self._fetch(running, matched)
+                continue
             pins = self._pins_of(running.call, matched) + tokens + self._decoding
             if self.pinned + pins > self.capacity:
                 break
@@ -452,11 +569,39 @@ class Engine:
         kept = self._prefixes.get(prefix) if prefix and matched else None
         return matched if kept is None or not kept.pins else max(0, matched - kept.tokens)
 
+    def _fetch(self, running: Running, matched: int) -> None:
+        """Take memory for the prompt, without a seat; what is not cached is read from another engine."""
+        self._hold(running, matched)
+        missing = running.target - 1 - matched
+        running.own_tokens += missing
+        self.pinned += missing
+        running.computed = running.target - 1
+        running.fetched_tokens = running.target - matched
+        self._fetching[running.order] = running
+        self._fetching_untold.append(running)
+        self._make_room()
+
+    def _stop_fetching(self, running: Running) -> None:
+        del self._fetching[running.order]
+        if running in self._fetched:
+            self._fetched.remove(running)
+        self._waiting_count -= 1
+
     def _begin(self, running: Running, matched: int) -> None:
         """Hold what is cached of the prompt; the rest is computed."""
-        chain = running.call.chain
         self._running[running.order] = running
         self._prefilling.append(running)
+        self._hold(running, matched)
+        running.computed = matched
+        self.prefill_tokens_waiting -= matched
+        if running.cached_tokens < 0:
+            running.cached_tokens = matched
+        running.lost_tokens = max(0, running.lost_tokens - matched)
+        self._make_room()
+
+    def _hold(self, running: Running, matched: int) -> None:
+        """Pin what is cached of the prompt."""
+        chain = running.call.chain
         own = matched
         prefix = self._prefixes.get(chain.prefix) if chain.prefix and matched else None
         if prefix is not None:
@@ -471,12 +616,6 @@ class Engine:
             self._drop(chain.key)
         running.own_tokens = own
         self.pinned += own
-        running.computed = matched
-        self.prefill_tokens_waiting -= matched
-        if running.cached_tokens < 0:
-            running.cached_tokens = matched
-        running.lost_tokens = max(0, running.lost_tokens - matched)
-        self._make_room()
 
     def _publish_prefix(self, running: Running) -> None:
         """What this call has computed of its shared prefix can be found from now on."""
@@ -521,7 +660,6 @@ class Engine:
     def _leave(self, running: Running) -> None:
         """Give up a running call's place and memory; what it computed stays cached while there is room."""
         del self._running[running.order]
-        chain = running.call.chain
         own = running.own_tokens
         if running.is_decoding:
             done = self._odometer - running.started_at
@@ -532,6 +670,11 @@ class Engine:
         elif running in self._prefilling:
             self._prefilling.remove(running)
             self.prefill_tokens_waiting -= running.target - running.computed
+        self._give_up(running, own)
+
+    def _give_up(self, running: Running, own: int) -> None:
+        """Give up a call's memory, of which `own` tokens are its alone; it stays cached while there is room."""
+        chain = running.call.chain
         self.pinned -= own
         running.own_tokens = 0
         prefix = self._prefixes.get(chain.prefix) if chain.prefix else None

@@ -70,7 +70,7 @@ class Given:
 class Cell:
     """One world. `load` 1 is the capacity of `fleet` as named; `engines` plays it on another number.
 
-    `given`: what is played instead of the named fleet.
+    `given`: what is played instead of the named fleet. Headway is `replicas` of it that share the engines.
     """
 
     workload: str
@@ -79,6 +79,7 @@ class Cell:
     load: float
     engines: int | None = None
     given: Given | None = None
+    replicas: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,6 +186,12 @@ def _config_of(job: Job) -> Config:
         from cli.simulate.headway import Headway, without
 
         part = job.policy.partition(WITHOUT)[2]
+        replicas = job.cell.replicas
+        if replicas > 1:
+            from cli.simulate.replicas import Replicated
+
+            options = without(part) if part else None
+            return Config(label="", make=lambda: Replicated(replicas, options))
         return Config(label="", make=Headway if not part else lambda: Headway(without(part)))
     return family(job.policy).configs[job.config]
 
@@ -381,6 +388,7 @@ class Wanted:
     policies: tuple[str, ...] = ()
     seeds: int = 10
     ablated: tuple[str, ...] = ()
+    replicas: int = 1
     span: Span = FULL
     has_bounds: bool = True
 
@@ -390,7 +398,7 @@ class Wanted:
 
     def cells(self) -> list[Cell]:
         return [
-            Cell(workload=load, deadlines=deadlines, fleet=name, load=level)
+            Cell(workload=load, deadlines=deadlines, fleet=name, load=level, replicas=self.replicas)
             for load in self.workloads
             for deadlines in self.deadlines
             for name in self.fleets
@@ -473,7 +481,7 @@ def _where(cell: Cell) -> dict[str, Any]:
         "deadlines": str(cell.deadlines),
         "fleet": cell.fleet,
         "load": cell.load,
-    }
+    } | ({"replicas": cell.replicas} if cell.replicas > 1 else {})
 
 
 def _key(cell: Cell) -> str:

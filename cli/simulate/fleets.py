@@ -1,4 +1,4 @@
-"""Fleets to simulate: two by name, any other from a cluster document.
+"""Fleets to simulate: four by name, any other from a cluster document.
 
 Prices and rates are data with a source; rates are dense FLOP/s at the precision of the served model.
 """
@@ -78,11 +78,20 @@ REFERENCE: Final = EngineSpec(
 _NAMED: Final = {
     "homogeneous": (H100_FP8,) * 4,
     "mixed": (H100_FP8, H100_FP8, A100, A100, L40S_FP8, L40S_FP8),
+    "pairs": (H100_FP8,) * 4,
+    "pairs-even": (H100_FP8,) * 4,
+}
+# Of fleets whose engines do not all do both; the first one can serve alone.
+_ROLES: Final = {
+    "pairs": (Role.DECODE, Role.PREFILL, Role.DECODE, Role.DECODE),
+    "pairs-even": (Role.DECODE, Role.PREFILL, Role.DECODE, Role.PREFILL),
 }
 
 
 def fleet(name: str) -> FleetSpec:
-    """`homogeneous`: 4 engines of 4 H100. `mixed`: 2 each of 4 H100, 4 A100, 4 L40S. Else a file.
+    """`homogeneous`: 4 engines of 4 H100. `mixed`: 2 each of 4 H100, 4 A100, 4 L40S. `pairs`: as
+    homogeneous, but one computes prompts for the others. `pairs-even`: two do, for the other two. Else a
+    file.
 
     A file is a cluster document as `headway apply` takes it: its engines, on its GPU types and models.
     Raises CommandFailure when there is no such file, or it has no engines.
@@ -91,7 +100,13 @@ def fleet(name: str) -> FleetSpec:
         return FleetSpec(
             name=name,
             engines=tuple(
-                replace(REFERENCE, name=f"{gpu.name}-{number}", node=f"node-{number}", gpu=gpu)
+                replace(
+                    REFERENCE,
+                    name=f"{gpu.name}-{number}",
+                    node=f"node-{number}",
+                    gpu=gpu,
+                    role=_ROLES[name][number] if name in _ROLES else Role.BOTH,
+                )
                 for number, gpu in enumerate(_NAMED[name])
             ),
         )
@@ -100,7 +115,7 @@ def fleet(name: str) -> FleetSpec:
         raise CommandFailure(
             ExitCode.USAGE,
             f"no fleet and no file is called `{name}`",
-            "use homogeneous, mixed or a cluster document",
+            "use homogeneous, mixed, pairs, pairs-even or a cluster document",
         )
     return from_document(name, read_cluster(path))
 

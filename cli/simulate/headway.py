@@ -1,7 +1,7 @@
 """Headway in the simulated world: the live desk, queue, loads, fleet view and decision core, fed as live ones are.
 
 What agents send comes as the same messages; what the intake would make of a call is made here from the
-plan's numbers. Not simulated: money, rules, several replicas that share credits, and HTTP.
+plan's numbers. Not simulated: money, rules and HTTP.
 """
 
 from collections import Counter
@@ -25,7 +25,7 @@ from cli.simulate.contracts import MS_PER_S, Call, Condition, EngineView, Fate, 
 from cli.simulate.engine import Context
 from controlplane.admission.queue import QUEUE_CLASS, Charge
 from controlplane.domain.catalog import Catalog, Limits, Node
-from controlplane.domain.decision import Decision, Placement, Queue, Refuse
+from controlplane.domain.decision import Decision, Placement, Queue, Reason, Refuse
 from controlplane.domain.fleet import EngineRow
 from controlplane.domain.ids import (
     EngineId,
@@ -335,7 +335,7 @@ class Headway:
         self.fleet.hello(message, self._now_ms)
 
     def _agents(self) -> None:
-        """Signs of life and credits, once a second: the one replica is lent everything."""
+        """Signs of life and credits, once a second."""
         self._agents_ms = self._now_ms
         for node, indexes in self._nodes.items():
             conditions = tuple(self.floor.engines[index].condition for index in indexes)
@@ -344,7 +344,14 @@ class Headway:
                 views = [self.floor.engines[index] for index in indexes]
                 sign = self._signs[node] = _sign_of(node, conditions, views)
             self.fleet.beat(sign.beat, self._now_ms)
-            self.fleet.granted(sign.grant, self._now_ms)
+            self.fleet.granted(self._lent(sign.grant), self._now_ms)
+
+    def _lent(self, offer: CreditGrant) -> CreditGrant:
+        """What an agent lends of what there is: everything, to one replica."""
+        return offer
+
+    def _contended(self, model: ModelName) -> None:
+        """A call found no free credit. There is nobody else who could have it."""
 
     def engine_changed(self, engine: int) -> None:
         self._read_clock()
@@ -412,6 +419,7 @@ class Headway:
         refuse = self.desk.begin(job, now_ms)
         if refuse is not None:
             # Load refuses before anything is held; nothing was promised that could be given back.
+            self._contended(request.model)
             self._answer(job, refuse)
             return
         self._calls[call.plan.number] += 1
@@ -428,7 +436,15 @@ class Headway:
                 else:
                     for evicted, why in entered:
                         self._refuse(evicted, self.desk.turned_away(evicted, why, now_ms))
+                    if outcome.reason in (Reason.QUEUE_FULL, Reason.NO_CAPACITY):
+                        self._contended(request.model)
                 self._is_freed = True
+        self._pass_if_freed()
+
+    def prefilled(self, call: Call) -> None:
+        self._read_clock()
+        job: SimulatedJob = call.own
+        self._prefill_ended(job, AttemptOutcome.OK)
         self._pass_if_freed()
 
     def first_token(self, call: Call) -> None:
@@ -459,6 +475,14 @@ class Headway:
         self._read_clock()
         job: SimulatedJob = call.own
         row = job.placement.decode
+        if job.is_holding_prefill:
+            # The relay does without its first leg: the other engine computes the prompt.
+            self._prefill_ended(job, AttemptOutcome.CONNECT_ERROR)
+            engine = self._engine_of[row.engine_id]
+            if self.floor.can_take(call, engine):
+                self.floor.send(call, engine)
+                self._pass_if_freed()
+                return
         self.fleet.attempted(
             row, AttemptOutcome.CONNECT_ERROR, self._now_ms, began_ms=job.decided_ms
         )
@@ -474,7 +498,9 @@ class Headway:
     def expired(self, call: Call) -> None:
         self._read_clock()
         job: SimulatedJob = call.own
-        if job.is_holding_decode:
+        if job.is_holding_prefill:
+            self._prefill_ended(job, AttemptOutcome.CANCELLED)
+        elif job.is_holding_decode:
             row = job.placement.decode
             self.fleet.attempted(
                 row, AttemptOutcome.CANCELLED, self._now_ms, began_ms=job.decided_ms
@@ -524,7 +550,20 @@ class Headway:
                     self._send(job)
 
     def _send(self, job: SimulatedJob) -> None:
-        self.floor.send(job.call, self._engine_of[job.placement.decode.engine_id])
+        placement = job.placement
+        prefill = placement.prefill
+        self.floor.send(
+            job.call,
+            self._engine_of[placement.decode.engine_id],
+            prefill=None if prefill is None else self._engine_of[prefill.engine_id],
+        )
+
+    def _prefill_ended(self, job: SimulatedJob, outcome: AttemptOutcome) -> None:
+        """The first leg of a pair is over, and its credits are free."""
+        prefill = job.placement.prefill
+        if prefill is not None:
+            self.fleet.attempted(prefill, outcome, self._now_ms, began_ms=job.decided_ms)
+            self.desk.release_prefill(job)
 
     def _refuse(self, job: SimulatedJob, refuse: Refuse) -> None:
         """End a call that was let in and never ran."""
@@ -619,7 +658,7 @@ class Headway:
             fan_out_max=terms.fan_out_max,
             step_gap_ms=terms.step_gap_ms if step_number + 1 < steps_expected else 0,
             home=self._home(call, model),
-            is_single_engine=True,
+            is_single_engine=False,
             priority=plan.priority,
             is_begun=step_number > 0,
             not_before_ms=0,

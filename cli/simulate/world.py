@@ -39,6 +39,8 @@ from cli.simulate.contracts import (
     all_steps,
 )
 from cli.simulate.engine import Engine, Running
+from controlplane.domain.catalog import Role
+from controlplane.scheduler.perf_model import TRANSFER_PER_KV_READ
 
 MS_PER_HOUR: Final = 3_600_000.0
 MS_PER_MINUTE: Final = 60_000.0
@@ -122,6 +124,22 @@ class Served:
         return self.busy_ms_before + self.engine.busy_ms_at(now_ms)
 
 
+@dataclass(slots=True, eq=False)
+class Pair:
+    """A call on two engines. `first` is its part on the one that computes the prompt; `to` is the other one's
+    process when the call was sent there. `is_held`: the KV is computed, and has still to move.
+    """
+
+    call: Call
+    prefill: Served
+    decode: Served
+    to: Engine
+    priority: float
+    first: Running
+    is_computed: bool = False
+    is_held: bool = False
+
+
 class _Mean:
     """A mean that follows: of few values their own, of many mostly the latest."""
 
@@ -178,6 +196,8 @@ class World:
         self._busy_from: list[float] = [0.0] * len(self._served)
         self._busy_until: list[float] = [0.0] * len(self._served)
         self._starts = 0
+        self._pairs: dict[str, Pair] = {}
+        self._pair_calls = 0
 
     # ------------------------------------------------------------ the run
 
@@ -199,6 +219,8 @@ class World:
     def _check(self) -> None:
         largest: dict[str, int] = {}
         for served in self._served:
+            if served.engine.spec.role is Role.PREFILL:
+                continue
             name = str(served.engine.spec.model.name)
             largest[name] = max(largest.get(name, 0), served.engine.capacity)
         anywhere = max(largest.values(), default=0)
@@ -287,12 +309,24 @@ class World:
     def can_take(self, call: Call, engine: int) -> bool:
         served = self._served[engine]
         spec = served.engine.spec
-        if served.view.condition is not Condition.SERVING or (
-            call.plan.model and call.plan.model != spec.model.name
+        if (
+            served.view.condition is not Condition.SERVING
+            or (call.plan.model and call.plan.model != spec.model.name)
+            or spec.role is Role.PREFILL
         ):
             return False
         step = call.step
         return step.prompt_tokens + step.completion_tokens <= served.engine.capacity
+
+    def can_prefill(self, call: Call, engine: int) -> bool:
+        served = self._served[engine]
+        spec = served.engine.spec
+        return (
+            spec.role is Role.PREFILL
+            and served.view.condition is Condition.SERVING
+            and (not call.plan.model or call.plan.model == spec.model.name)
+            and call.prompt_tokens <= served.engine.capacity
+        )
 
     def cached_tokens(self, call: Call, engine: int) -> int:
         return self._served[engine].engine.match(call)
@@ -308,7 +342,9 @@ class World:
             + pairs * rates.prefill_ms_per_token_sq
         )
 
-    def send(self, call: Call, engine: int, priority: float = 0.0) -> None:
+    def send(
+        self, call: Call, engine: int, priority: float = 0.0, prefill: int | None = None
+    ) -> None:
         if not call.is_waiting:
             msg = f"{call.id} is sent though it does not wait"
             raise ValueError(msg)
@@ -316,12 +352,17 @@ class World:
             msg = f"{call.id} is sent to engine {engine}, which can not take it"
             raise ValueError(msg)
         served = self._served[engine]
+        first = None if prefill is None else self._first_of_pair(call, engine, prefill)
         call.is_waiting = False
         call.engine = engine
+        call.prefill = -1
         call.sent_ms = self.now_ms
         served.view.in_flight += 1
         self._decisions += 1
         self._note("send", call.id, engine)
+        if first is not None:
+            self._begin_pair(call, first, served, priority)
+            return
         served.engine.add(call, priority, self.now_ms)
         self._schedule(served)
 
@@ -382,10 +423,116 @@ class World:
         self._changed(served)
         self._turn_off(served)
 
+    # ------------------------------------------------------------ pairs
+
+    def _first_of_pair(self, call: Call, engine: int, prefill: int) -> Served:
+        """Raises ValueError when the two can not share the call."""
+        served = self._served[prefill]
+        if not self.can_prefill(call, prefill):
+            msg = f"{call.id} is sent to engine {prefill}, which can not compute its prompt"
+            raise ValueError(msg)
+        if served.engine.spec.region != self._served[engine].engine.spec.region:
+            msg = f"{call.id} is sent to engines {prefill} and {engine}, in two regions"
+            raise ValueError(msg)
+        return served
+
+    def _begin_pair(self, call: Call, prefill: Served, decode: Served, priority: float) -> None:
+        call.prefill = prefill.view.index
+        prefill.view.in_flight += 1
+        self._note("prefill", call.id, call.prefill)
+        first = prefill.engine.add(call, priority, self.now_ms, is_prefill=True)
+        self._pairs[call.id] = Pair(call, prefill, decode, decode.engine, priority, first)
+        self._schedule(prefill)
+
+    def _computed(self, prefill: Served, running: Running) -> None:
+        """The prompt is computed: the other engine is asked to go on."""
+        call = running.call
+        pair = self._pairs[call.id]
+        pair.is_computed = pair.is_held = True
+        prefill.view.in_flight -= 1
+        self._note("prefilled", call.id, call.prefill)
+        self._tell(self._strategy.prefilled, call)
+        decode = pair.decode
+        if decode.engine is not pair.to:
+            # It is another process than the call was sent to, or none.
+            self._break_up(pair)
+            decode.view.in_flight -= 1
+            self._lose(call)
+            self._turn_off(decode)
+            return
+        cached_tokens = max(0, running.cached_tokens)
+        decode.engine.receive(call, pair.priority, cached_tokens, self.now_ms)
+        self._schedule(decode)
+
+    def _transfer_ms(self, pair: Pair, tokens: int) -> float:
+        """KV of so many tokens over the network, by the performance model; the slower end sets the pace."""
+        slowest = max(
+            pair.prefill.engine.spec.rates.decode_ms_per_kv_token,
+            pair.decode.engine.spec.rates.decode_ms_per_kv_token,
+        )
+        return tokens * slowest * TRANSFER_PER_KV_READ
+
+    def _moved(self, decode: Served, engine: Engine, running: Running) -> None:
+        """The prompt's KV has come over."""
+        if decode.engine is not engine or running.is_gone:
+            return
+        call = running.call
+        self._note("moved", call.id, call.engine)
+        self._end_holding(self._pairs[call.id])
+        engine.fetched(running, self.now_ms)
+        self._schedule(decode)
+
+    def _end_holding(self, pair: Pair) -> None:
+        """The prefill engine need not keep the KV any longer."""
+        if pair.is_held:
+            pair.is_held = False
+            prefill = pair.prefill
+            prefill.engine.hand_over(pair.call, self.now_ms)
+            self._schedule(prefill)
+            self._turn_off(prefill)
+
+    def _leave_prefill(self, call: Call, flow: Flow) -> None:
+        """The client hung up: what there is of its call on a prefill engine ends, and is paid."""
+        pair = self._pairs.pop(call.id, None)
+        if pair is None:
+            return
+        prefill = pair.prefill
+        if not pair.is_computed:
+            prefill.engine.cancel(call, self.now_ms)
+            prefill.view.in_flight -= 1
+            self._schedule(prefill)
+        self._pay(flow, prefill, pair.first)
+        self._end_holding(pair)
+        self._turn_off(prefill)
+
+    def _break_up(self, pair: Pair) -> None:
+        """The call has lost one of its engines, and with it what the prefill engine did for it."""
+        call = pair.call
+        del self._pairs[call.id]
+        flow = self._flows[call.plan.number]
+        flow.lost_usd += pair.first.gpu_ms * pair.prefill.usd_per_ms
+        self._end_holding(pair)
+
+    def _lose_first(self, pair: Pair) -> None:
+        """The prefill engine died before the KV had moved."""
+        call, decode = pair.call, pair.decode
+        is_asked, pair.is_held = pair.is_computed, False
+        self._break_up(pair)
+        if is_asked:
+            decode.engine.cancel(call, self.now_ms)
+            self._schedule(decode)
+        decode.view.in_flight -= 1
+        self._lose(call)
+        self._turn_off(decode)
+
     # ------------------------------------------------------------ engines
 
     def _schedule(self, served: Served) -> None:
         engine = served.engine
+        for running in engine.take_fetching():
+            pair = self._pairs[running.call.id]
+            moved_ms = self.now_ms + self._transfer_ms(pair, running.fetched_tokens)
+            self._at(moved_ms, self._moved, served, engine, running)
         if engine.segment is not None and engine.version != served.scheduled:
             served.scheduled = engine.version
             self._at(engine.ends_ms, self._advance, served, engine, engine.version)
@@ -401,6 +548,8 @@ class World:
             call.first_token_ms = self.now_ms
             self._note("first", call.id, call.engine)
             self._tell(self._strategy.first_token, call)
+        for running in happened.filled:
+            self._computed(served, running)
         for running in happened.ended:
             self._end_call(served, running)
         if served.engine is engine:
@@ -416,6 +565,11 @@ class World:
         call.gpu_ms = running.gpu_ms
         call.cached_tokens = max(0, running.cached_tokens)
         self._pay(flow, served, running)
+        pair = self._pairs.pop(call.id, None)
+        if pair is not None:
+            self._pair_calls += 1
+            call.gpu_ms += pair.first.gpu_ms
+            self._pay(flow, pair.prefill, pair.first)
         flow.home = call.chain.home = call.engine
         del flow.calls[call.id]
         self._note("end", call.id, call.engine)
@@ -493,7 +647,13 @@ class World:
         self._tell(self._strategy.engine_changed, served.view.index)
 
     def _turn_off(self, served: Served) -> None:
-        if not served.is_stopping or served.view.in_flight or served.engine.segment is not None:
+        engine = served.engine
+        if (
+            not served.is_stopping
+            or served.view.in_flight
+            or engine.segment is not None
+            or engine.is_holding
+        ):
             return
         began_ms = served.on_since_ms
         if began_ms is None:
@@ -512,16 +672,27 @@ class World:
             return
         self._note("dies", "-", index)
         lost = served.engine.die(self.now_ms)
-        served.view.in_flight = 0
+        # Of prompts that are held for others the strategy has heard; they are no longer in flight.
+        served.view.in_flight -= sum(not served.engine.is_held(running) for running in lost)
         self._load(served)
         for running in lost:
             call = running.call
+            pair = self._pairs.get(call.id)
+            if pair is not None:
+                if pair.first is running:
+                    self._lose_first(pair)
+                    continue
+                self._break_up(pair)
             flow = self._flows[call.plan.number]
             flow.lost_usd += running.gpu_ms * served.usd_per_ms
-            call.engine = -1
-            call.first_token_ms = 0.0
-            call.is_waiting = True
-            self._tell(self._strategy.failed, call)
+            self._lose(call)
+
+    def _lose(self, call: Call) -> None:
+        """An engine that the call needed is gone: it waits again."""
+        call.engine = call.prefill = -1
+        call.first_token_ms = 0.0
+        call.is_waiting = True
+        self._tell(self._strategy.failed, call)
 
     def _slow_down(self, index: int, factor: float) -> None:
         served = self._served[index]
@@ -605,6 +776,7 @@ class World:
                 continue
             if call.engine >= 0:
                 served = self._served[call.engine]
+                self._leave_prefill(call, flow)
                 running = served.engine.cancel(call, self.now_ms)
                 served.view.in_flight -= 1
                 if running is not None:
@@ -684,6 +856,7 @@ class World:
                 sum(served.engine.prefill_tokens_waiting for served in self._served)
             ),
             "in_flight": float(sum(view.in_flight for view in self.engines)),
+            "pairs": float(len(self._pairs)),
             "workflows": float(len(self._flows)),
             "with_strategy": float(self._strategy.waiting),
             **self._strategy.gauges(),
@@ -730,6 +903,7 @@ class World:
             gauges_at_end=gauges,
             digest=self._digest.hexdigest(),
             log=tuple(self._log),
+            pair_calls=self._pair_calls,
         )
 
 

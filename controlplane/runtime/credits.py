@@ -80,13 +80,7 @@ class CreditKeeper:
         }
         if not wants:
             return False
-        held = {
-            str(engine_id): (
-                max(entry.row.seats_lent, entry.row.seats_taken),
-                max(entry.row.kv_tokens_lent, entry.row.kv_tokens_taken),
-            )
-            for engine_id, entry in node.engines.items()
-        }
+        held = {str(engine_id): in_use(entry.row) for engine_id, entry in node.engines.items()}
         message = CreditRequest(replica_id=self._replica_id, wants=wants, held=held)
         try:
             reply = await self._bus.ask(subjects.node_subject(node.id, "credits"), encode(message))
@@ -98,8 +92,19 @@ class CreditKeeper:
             return False
 
     def _wanted(self, row: EngineRow, now_ms: float) -> tuple[int, int]:
-        if now_ms - self._contended_ms.get(row.model, float("-inf")) < CONTENTION_MS:
-            return row.seats_capacity, row.kv_tokens_capacity
-        seats = row.seats_taken + int(row.seats_capacity * STOCK_RATIO) + 1
-        kv_tokens = row.kv_tokens_taken + int(row.kv_tokens_capacity * STOCK_RATIO)
-        return min(seats, row.seats_capacity), min(kv_tokens, row.kv_tokens_capacity)
+        contended_ms = self._contended_ms.get(row.model, float("-inf"))
+        return wanted(row, is_contended=now_ms - contended_ms < CONTENTION_MS)
+
+
+def wanted(row: EngineRow, *, is_contended: bool) -> tuple[int, int]:
+    """Seats and KV tokens that a replica asks for: its calls and a working stock, or all there is."""
+    if is_contended:
+        return row.seats_capacity, row.kv_tokens_capacity
+    seats = row.seats_taken + int(row.seats_capacity * STOCK_RATIO) + 1
+    kv_tokens = row.kv_tokens_taken + int(row.kv_tokens_capacity * STOCK_RATIO)
+    return min(seats, row.seats_capacity), min(kv_tokens, row.kv_tokens_capacity)
+
+
+def in_use(row: EngineRow) -> tuple[int, int]:
+    """Seats and KV tokens that a replica may be using, whatever it was granted last."""
+    return max(row.seats_lent, row.seats_taken), max(row.kv_tokens_lent, row.kv_tokens_taken)

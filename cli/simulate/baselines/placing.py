@@ -2,21 +2,34 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Final
 
 from cli.simulate.contracts import Call, EngineView, Floor, Pushes
+from controlplane.domain.catalog import Role
+
+# llm-d's prefix-based decider of pairs, with the thresholds of its documentation (2026): a call is split when
+# it has so long a prompt and the engine that is to answer it does not hold so much of it.
+PAIR_PROMPT_TOKENS_MIN: Final = 1_024
+PAIR_UNCACHED_TOKENS_MIN: Final = 512
 
 
 class Placing(Pushes, ABC):
     """Pushes every call to an engine when it comes. Calls that find none wait for one to accept.
 
     A subclass says where: `choose` gets the engines that accept, never none of them. It may refuse the
-    call itself and answer None.
+    call itself and answer None. Where that engine only decodes, a prompt of which it holds little is
+    computed by the prefill engine of its region with the fewest calls in flight.
     """
 
     name = "placing"
 
     def __init__(self) -> None:
         self._homeless: dict[str, Call] = {}
+        self._prefills: tuple[EngineView, ...] = ()
+
+    def begin(self, floor: Floor) -> None:
+        super().begin(floor)
+        self._prefills = tuple(view for view in floor.engines if view.spec.role is Role.PREFILL)
 
     @property
     def waiting(self) -> int:
@@ -43,7 +56,26 @@ class Placing(Pushes, ABC):
         engine = self.choose(call, engines)
         if engine is not None:
             self.sending(call, engine)
-            self.floor.send(call, engine, self.priority(call))
+            prefill = self.prefill_for(call, engine)
+            if prefill is None:
+                self.floor.send(call, engine, self.priority(call))
+            else:
+                self.floor.send(call, engine, self.priority(call), prefill)
+
+    def prefill_for(self, call: Call, engine: int) -> int | None:
+        """Who computes the prompt for an engine that only decodes, None when that does so itself."""
+        spec = self.floor.engines[engine].spec
+        if not self._prefills or spec.role is not Role.DECODE:
+            return None
+        uncached = call.prompt_tokens - self.floor.cached_tokens(call, engine)
+        if call.prompt_tokens < PAIR_PROMPT_TOKENS_MIN or uncached < PAIR_UNCACHED_TOKENS_MIN:
+            return None
+        able = [
+            view
+            for view in self._prefills
+            if view.spec.region == spec.region and self.floor.can_prefill(call, view.index)
+        ]
+        return least_loaded(able).index if able else None
 
     def sending(self, call: Call, engine: int) -> None:
         """Called just before the call is sent, for own accounting."""
@@ -105,7 +137,8 @@ class Counting(Placing):
         return max(1, call.prompt_tokens - self.floor.cached_tokens(call, engine))
 
     def sending(self, call: Call, engine: int) -> None:
-        self.ledger.sent(call, engine, self.uncached(call, engine))
+        is_split = self.prefill_for(call, engine) is not None
+        self.ledger.sent(call, engine, 1 if is_split else self.uncached(call, engine))
 
     def first_token(self, call: Call) -> None:
         self.ledger.first_token(call)

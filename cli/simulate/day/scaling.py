@@ -174,6 +174,9 @@ class Scaled:
                 return
         self.inner.arrived(call)
 
+    def prefilled(self, call: Call) -> None:
+        self.inner.prefilled(call)
+
     def first_token(self, call: Call) -> None:
         self.inner.first_token(call)
 
