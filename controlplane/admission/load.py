@@ -136,20 +136,29 @@ class _Asked:
 
 
 class _Begun:
-    """Seat milliseconds of work begun in each millisecond, with the latest BEGUN_MS counting most."""
+    """Seats that are filled anew: milliseconds of work begun in each millisecond, with the latest BEGUN_MS
+    counting most. What was before a pause says nothing of what comes after it.
+    """
 
-    __slots__ = ("_at_ms", "_work_ms")
+    __slots__ = ("_at_ms", "_since_ms", "_work_ms")
 
     def __init__(self) -> None:
         self._work_ms = 0.0
         self._at_ms = 0
+        self._since_ms = 0
 
     def add(self, work_ms: float, now_ms: int) -> None:
-        self._work_ms = self._work_ms * exp((self._at_ms - now_ms) / BEGUN_MS) + work_ms
+        passed_ms = now_ms - self._at_ms
+        if passed_ms > BEGUN_MS or not self._work_ms:
+            self._work_ms, self._since_ms = 0.0, now_ms
+        self._work_ms = self._work_ms * exp(-passed_ms / BEGUN_MS) + work_ms
         self._at_ms = now_ms
 
     def seats(self, now_ms: int) -> float:
-        return self._work_ms * exp((self._at_ms - now_ms) / BEGUN_MS) / BEGUN_MS
+        # Over the time that it was looked at, which is short after a pause.
+        seen_ms = max(WINDOW_MS, now_ms - self._since_ms)
+        weight_ms = BEGUN_MS * (1.0 - exp(-seen_ms / BEGUN_MS))
+        return self._work_ms * exp((self._at_ms - now_ms) / BEGUN_MS) / weight_ms
 
 
 def stretch_first(stretch_ratio_min: float, stretch_ratio_max: float) -> float:

@@ -20,7 +20,13 @@ from controlplane.admission.levels import (
     Levels,
     rank,
 )
-from controlplane.admission.load import CAUTION_MS, COMMITTED_RATIO_MIN, PoolLoad, Room
+from controlplane.admission.load import (
+    CAUTION_MS,
+    COMMITTED_RATIO_MIN,
+    PoolLoad,
+    Room,
+    _Begun,
+)
 from controlplane.admission.shares import ASKED_MS, Shares
 from controlplane.domain.decision import Reason
 from tests.decision_builders import NOW_MS, call
@@ -527,3 +533,14 @@ def test_engines_are_emptied_while_tight_workflows_end_late():
     assert load._in_time_ratios(1.1, [1.8])[0] > load._in_time_ratios(1.5, [1.8])[0]
     # What no emptiness could have kept is no reason to empty engines further.
     assert load._in_time_ratios(1.1, [1.8])[0] > 0.7
+
+
+def test_a_rate_that_was_looked_at_for_a_second_is_not_taken_for_a_small_one():
+    """Work that is begun evenly is told the same after one second as after many, and after a pause anew."""
+    begun = _Begun()
+    for start_ms in (5_000, 500_000):
+        for number in range(300):
+            now_ms = start_ms + 100 * number
+            begun.add(400.0, now_ms)
+            if number >= 15:
+                assert begun.seats(now_ms) == pytest.approx(4.0, rel=0.1)
