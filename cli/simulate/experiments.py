@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Final, Self
+from typing import Any, Final, Generic, Protocol, Self, TypeVar
 
 from cli.simulate.baselines import FAMILIES, Config, Family, family
 from cli.simulate.bounds import Bound, fluid, fluid_fleet
@@ -251,12 +251,33 @@ def outcome_of(result: Result, measured: Sequence[Plan]) -> Outcome:
     )
 
 
-class Runner:
-    """Plays jobs in processes of its own, each once: the same job again costs nothing."""
+class Seeded(Protocol):
+    """A job, told apart by its parts."""
 
-    def __init__(self, processes: int = PROCESSES, progress: Progress | None = None) -> None:
+    @property
+    def seed(self) -> int: ...
+
+    def __hash__(self) -> int: ...
+
+
+J = TypeVar("J", bound=Seeded)
+R = TypeVar("R")
+
+
+class JobRunner(Generic[J, R]):
+    """Plays jobs in processes of its own, each once: the same job again costs nothing. `told` names a job."""
+
+    def __init__(
+        self,
+        play_one: Callable[[J], R],
+        told: Callable[[J], str],
+        processes: int = PROCESSES,
+        progress: Progress | None = None,
+    ) -> None:
         self.progress = progress or Progress()
-        self._known: dict[Job, Outcome] = {}
+        self._play_one = play_one
+        self._told = told
+        self._known: dict[J, R] = {}
         self._pool = (
             ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn"))
             if processes > 1
@@ -270,17 +291,28 @@ class Runner:
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
 
-    def play(self, jobs: Iterable[Job]) -> dict[Job, Outcome]:
+    def play(self, jobs: Iterable[J]) -> dict[J, R]:
         """Outcomes by job. What a run raises is raised here."""
         wanted = list(dict.fromkeys(jobs))
         # Runs of one world after one another: a process draws its plans once.
         fresh = sorted((job for job in wanted if job not in self._known), key=lambda job: job.seed)
         self.progress.expect(len(fresh))
-        outcomes = map(run, fresh) if self._pool is None else self._pool.map(run, fresh)
-        for job, outcome in zip(fresh, outcomes, strict=True):
+        spread = map if self._pool is None else self._pool.map
+        for job, outcome in zip(fresh, spread(self._play_one, fresh), strict=True):
             self._known[job] = outcome
-            self.progress.step(f"{job.policy} on {job.cell.workload} at {job.cell.load:g}")
+            self.progress.step(self._told(job))
         return {job: self._known[job] for job in wanted}
+
+
+class Runner(JobRunner[Job, Outcome]):
+    """Plays jobs on fleets that do not change."""
+
+    def __init__(self, processes: int = PROCESSES, progress: Progress | None = None) -> None:
+        super().__init__(run, _told, processes, progress)
+
+
+def _told(job: Job) -> str:
+    return f"{job.policy} on {job.cell.workload} at {job.cell.load:g}"
 
 
 # ------------------------------------------------------------ sums over seeds

@@ -227,7 +227,7 @@ class PoolLoad:
 
     def may_begin(self, request: Request, room: Room, now_ms: int) -> Refuse | None:
         """None when the workflow may begin, and then it is committed to. Asked once per arrival."""
-        size = self._size(request, now_ms)
+        size = self.size(request, now_ms)
         if size is not None and not self.appointments.is_known(_key(request)):
             self._bid(request, size, now_ms)
         if size is not None and self._is_priced(request):
@@ -243,7 +243,7 @@ class PoolLoad:
 
     def would_begin(self, request: Request, room: Room, now_ms: int) -> bool:
         """What `may_begin` would say, without committing to anything."""
-        size = self._size(request, now_ms)
+        size = self.size(request, now_ms)
         if size is not None and self._is_priced(request):
             return self._is_worth(request, size, room)
         asked = self._ask(request, room, now_ms)
@@ -315,7 +315,8 @@ class PoolLoad:
         """
         return self.bids.clearing is not None and request.workflow is not None
 
-    def _size(self, request: Request, now_ms: int) -> Size | None:
+    def size(self, request: Request, now_ms: float) -> Size | None:
+        """What to expect of the workflow, or lone call, by the time that it is given; None while too few ended."""
         return self.sizes.of(
             request.tenant,
             request.scope,

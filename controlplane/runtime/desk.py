@@ -216,13 +216,7 @@ class Desk(Generic[J]):
         """The call, of a workflow that begins, on GPU types on which it can end in time."""
         if request.workflow is None or request.home is not None or not has_types(rows):
             return request
-        size = self.loads.of(request.model).sizes.of(
-            request.tenant,
-            request.scope,
-            request.priority,
-            given_ms=request.workflow_deadline_ms - now_ms,
-            tokens=1.0,
-        )
+        size = self.loads.of(request.model).size(request, now_ms)
         tolerance = 0.0 if size is None else size.tolerance
         allowed = types_in_time(request, rows, int(now_ms), tolerance)
         return request if allowed == request.gpu_types else replace(request, gpu_types=allowed)

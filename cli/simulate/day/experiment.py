@@ -5,14 +5,12 @@ On the days of evaluation one knob of each scaler is swept until success lies on
 the day's dollars are interpolated there, so that all are compared at the same success.
 """
 
-import multiprocessing
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from math import ceil
-from typing import Any, Final, Self
+from typing import Any, Final
 
 from cli.simulate.baselines import Config, family
 from cli.simulate.contracts import FleetSpec, WorldOptions
@@ -22,7 +20,15 @@ from cli.simulate.day.planned import Planned, learned_before
 from cli.simulate.day.reactive import Greedy, Hpa, Static
 from cli.simulate.day.scaling import Scaled, Scaler
 from cli.simulate.deadlines import Deadlines
-from cli.simulate.experiments import HEADWAY, Outcome, Pooled, Progress, outcome_of
+from cli.simulate.experiments import (
+    HEADWAY,
+    PROCESSES,
+    JobRunner,
+    Outcome,
+    Pooled,
+    Progress,
+    outcome_of,
+)
 from cli.simulate.fleets import fleet, sized
 from cli.simulate.stats import finite, interpolated, paired_floor_ratio
 from cli.simulate.workloads import capacity_per_s, workload
@@ -231,35 +237,15 @@ def run_day(job: DayJob) -> DayOutcome:
     )
 
 
-class DayRunner:
-    """Plays days in processes of its own, each once."""
+class DayRunner(JobRunner[DayJob, DayOutcome]):
+    """Plays days."""
 
-    def __init__(self, processes: int = 2, progress: Progress | None = None) -> None:
-        self.progress = progress or Progress()
-        self._known: dict[DayJob, DayOutcome] = {}
-        self._pool = (
-            ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn"))
-            if processes > 1
-            else None
-        )
+    def __init__(self, processes: int = PROCESSES, progress: Progress | None = None) -> None:
+        super().__init__(run_day, _told, processes, progress)
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
-
-    def play(self, jobs: Iterable[DayJob]) -> dict[DayJob, DayOutcome]:
-        """Outcomes by job. What a run raises is raised here."""
-        wanted = list(dict.fromkeys(jobs))
-        fresh = sorted((job for job in wanted if job not in self._known), key=lambda job: job.seed)
-        self.progress.expect(len(fresh))
-        outcomes = map(run_day, fresh) if self._pool is None else self._pool.map(run_day, fresh)
-        for job, outcome in zip(fresh, outcomes, strict=True):
-            self._known[job] = outcome
-            self.progress.step(f"{job.scaler} with {job.placement}")
-        return {job: self._known[job] for job in wanted}
+def _told(job: DayJob) -> str:
+    return f"{job.scaler} with {job.placement}"
 
 
 # ------------------------------------------------------------ curves
