@@ -8,6 +8,7 @@ from controlplane.runtime.books import Books
 from controlplane.runtime.call import Ticket, monotonic_ms
 from controlplane.runtime.desk import Desk
 from controlplane.runtime.rate_limits import RateLimits
+from controlplane.runtime.waiting_line import is_postponed_too_far, postponed_too_far
 
 
 async def dry_run(
@@ -43,6 +44,8 @@ async def dry_run(
     if not request.is_begun and not desk.loads.would_begin(request, now_ms):
         shed = Refuse(Reason.SHED_OVERLOAD, f"`{request.model}` is overloaded")
         return answer | told(shed)
+    if is_postponed_too_far(request):
+        return answer | told(postponed_too_far(ticket, now_ms))
     decision, _ = desk.decide(ticket, desk.fleet.rows_for(request.model), now_ms)
     is_postponed = request.not_before_ms > 0 or request.waits_for_idle
     if is_postponed or desk.line.is_waiting_for(request.model):

@@ -80,6 +80,8 @@ class WaitingLine(Generic[J]):
     def enter(self, job: J, cached_tokens: int, now_ms: float) -> Refuse | list[tuple[J, Refuse]]:
         """Let a call wait: why it can not, or who had to leave for it, with what they are told."""
         request = job.request
+        if is_postponed_too_far(request):
+            return postponed_too_far(job, int(now_ms))
         item = Waiting(
             request,
             job,
@@ -154,15 +156,9 @@ class WaitingLine(Generic[J]):
         return now_ms + self._wait_ms_max
 
     def _too_late(self, item: Waiting[J], now_ms: int) -> Refuse:
-        request, rule = item.request, item.ticket.rule
+        request = item.request
         if request.not_before_ms > now_ms:
-            return Refuse(
-                Reason.DEFERRED,
-                f"the rule `{rule}` postpones this call beyond its deadline; send it"
-                " again with a later one, or when its time has come",
-                request.not_before_ms - now_ms,
-                rule=rule,
-            )
+            return postponed_too_far(item.ticket, now_ms)
         if now_ms >= request.deadline_ms:
             return Refuse(
                 Reason.DEADLINE_UNREACHABLE, "the deadline passed while the call waited", None
@@ -172,6 +168,23 @@ class WaitingLine(Generic[J]):
             f"no seat became free in {self._wait_ms_max / 1000:g} s",
             self.queue.retry_after_ms(request.model, now_ms),
         )
+
+
+def is_postponed_too_far(request: Request) -> bool:
+    """Whether a rule postpones the call beyond its deadline, so that waiting is in vain."""
+    return request.not_before_ms >= request.deadline_ms
+
+
+def postponed_too_far(job: Waits, now_ms: int) -> Refuse:
+    """What such a call is told: when its time comes."""
+    request, rule = job.request, job.rule
+    return Refuse(
+        Reason.DEFERRED,
+        f"the rule `{rule}` postpones this call beyond its deadline; send it again with a later one,"
+        " or when its time has come",
+        request.not_before_ms - now_ms,
+        rule=rule,
+    )
 
 
 def _nothing(_: float) -> None: ...
