@@ -171,7 +171,7 @@ class PoolLoad:
 
     __slots__ = (
         "_alone_ms", "_begun", "_call_ms", "_careful_until_ms", "_full_refusals", "_idle_refusals", "_late",
-        "_on_time", "_seat_ms", "_slowed_log", "_waited_late", "_window_ms", "_yield_ms",
+        "_on_time", "_published_ms", "_seat_ms", "_slowed_log", "_waited_late", "_window_ms", "_yield_ms",
         "appointments", "bids", "commitments", "committed_ratio", "gaps", "levels", "seat_time", "sizes",
         "stretch_ratio", "tabs", "yield_ratio",
     )  # fmt: skip
@@ -198,10 +198,12 @@ class PoolLoad:
         self.yield_ratio = 1.0
         self._yield_ms = 0
         self._waited_late = 0.0
-        # A call's time on its engine; and of all calls that, and what it would be on an empty engine.
+        # A call's time on its engine; and of all calls that, what it would be on an empty engine as engines
+        # are now, and what it would be by their published rates.
         self._call_ms = 0.0
         self._seat_ms = SLOWED_FIRST
         self._alone_ms = 1.0
+        self._published_ms = 1.0
         # How much longer than alone workflows take at the present stretch: its logarithm.
         self._slowed_log = log(stretch_ratio)
 
@@ -210,6 +212,13 @@ class PoolLoad:
         """Work that is asked for over what the pool can do in that time; 0 before that is known."""
         clearing = self.bids.clearing
         return 0.0 if clearing is None else clearing.load_ratio
+
+    @property
+    def pace_ratio(self) -> float:
+        """How much longer than by their published rates engines take now. Work is counted by published rates, so
+        that what is known of workflows stands when all engines slow down, and when they are well again.
+        """
+        return self._alone_ms / self._published_ms
 
     @property
     def price_micro_usd_per_s(self) -> float:
@@ -227,7 +236,7 @@ class PoolLoad:
 
     def may_begin(self, request: Request, room: Room, now_ms: int) -> Refuse | None:
         """None when the workflow may begin, and then it is committed to. Asked once per arrival."""
-        size = self.size(request, now_ms)
+        size = self._size(request, now_ms)
         if size is not None and not self.appointments.is_known(_key(request)):
             self._bid(request, size, now_ms)
         if size is not None and self._is_priced(request):
@@ -243,7 +252,7 @@ class PoolLoad:
 
     def would_begin(self, request: Request, room: Room, now_ms: int) -> bool:
         """What `may_begin` would say, without committing to anything."""
-        size = self.size(request, now_ms)
+        size = self._size(request, now_ms)
         if size is not None and self._is_priced(request):
             return self._is_worth(request, size, room)
         asked = self._ask(request, room, now_ms)
@@ -316,7 +325,18 @@ class PoolLoad:
         return self.bids.clearing is not None and request.workflow is not None
 
     def size(self, request: Request, now_ms: float) -> Size | None:
-        """What to expect of the workflow, or lone call, by the time that it is given; None while too few ended."""
+        """What to expect of the workflow, or lone call, on engines as they are now, by the time that it is given;
+        None while too few ended.
+        """
+        size = self._size(request, now_ms)
+        return None if size is None else self._now(size)
+
+    def _now(self, size: Size) -> Size:
+        pace = self.pace_ratio
+        return Size(size.work_ms * pace, size.tolerance / pace)
+
+    def _size(self, request: Request, now_ms: float) -> Size | None:
+        """The same by published rates."""
         return self.sizes.of(
             request.tenant,
             request.scope,
@@ -361,7 +381,7 @@ class PoolLoad:
         price = usd(self.bids.price_micro_usd_per_s)
         detail = (
             f"`{request.model}` is overloaded: a second of it is worth {price:.4f} USD to others, and this"
-            f" workflow needs about {size.work_ms / 1000:.1f} s"
+            f" workflow needs about {self._now(size).work_ms / 1000:.1f} s"
         )
         return Refuse(
             Reason.SHED_OVERLOAD,
@@ -371,7 +391,8 @@ class PoolLoad:
 
     def _open(self, request: Request, size: Size | None, now_ms: int) -> None:
         """Keep a tab of what the workflow takes; who can not wait for a seat is known from the beginning."""
-        is_urgent = size is not None and 0.0 <= size.slack_ms < URGENT_CALLS * self._call_ms
+        slack_ms = -1.0 if size is None else self._now(size).slack_ms
+        is_urgent = 0.0 <= slack_ms < URGENT_CALLS * self._call_ms
         self.tabs.open(
             _held_as(request),
             Tab(
@@ -397,19 +418,24 @@ class PoolLoad:
         if tab is not None:
             tab.waited_ms += wait_ms
 
-    def served(self, request: Request, *, seat_ms: float, alone_ms: float) -> None:
-        """A call held its seat for `seat_ms`; alone it would have for `alone_ms`."""
+    def served(
+        self, request: Request, *, seat_ms: float, alone_ms: float, published_ms: float
+    ) -> None:
+        """A call held its seat for `seat_ms`; alone it would have for `alone_ms`, by published rates for
+        `published_ms`.
+        """
         self.seat_time.learn(request, seat_ms)
         gain = CALL_GAIN if self._call_ms else 1.0
         self._call_ms += gain * (seat_ms - self._call_ms)
         tab = self.tabs.get(_held_as(request))
         if tab is not None:
             tab.busy_ms += seat_ms
-            tab.work_ms += alone_ms
-        if alone_ms <= 0.0:
+            tab.work_ms += published_ms
+        if alone_ms <= 0.0 or published_ms <= 0.0:
             return
         self._seat_ms += seat_ms - CALL_GAIN * self._seat_ms
         self._alone_ms += alone_ms - CALL_GAIN * self._alone_ms
+        self._published_ms += published_ms - CALL_GAIN * self._published_ms
 
     def _close(self, key: str, now_ms: int, *, is_whole: bool) -> None:
         """A workflow has ended: what it took is learned when that is all that it wanted, or more than thought."""
@@ -422,7 +448,7 @@ class PoolLoad:
             waited_too_long = is_late and tab.waited_ms > WAITED_RATIO * given_ms
             self._waited_late += LATE_GAIN * (waited_too_long - self._waited_late)
             if tab.tolerance is not None:
-                self._learn_slowed(tab.tolerance, is_kept=not is_late)
+                self._learn_slowed(tab.tolerance / self.pace_ratio, is_kept=not is_late)
         if tab.work_ms <= 0.0:
             return
         if not is_whole:
@@ -452,7 +478,7 @@ class PoolLoad:
 
     def _in_time_ratios(self, stretch_ratio: float, tolerances: Sequence[float]) -> list[float]:
         """The probabilities that calls which may take so many times longer than alone do not take more."""
-        slowed = self._slowed(exp(self._slowed_log), stretch_ratio)
+        slowed = self._slowed(exp(self._slowed_log), stretch_ratio) * self.pace_ratio
         return [_NORMAL.cdf(log(each / slowed) / TOLERANCE_SIGMA) for each in tolerances]
 
     def _learn_slowed(self, tolerance: float, *, is_kept: bool) -> None:
@@ -468,9 +494,8 @@ class PoolLoad:
 
     def _work_per_ms(self, seats: float, stretch_ratio: float) -> float:
         """Work that is done in a millisecond on so many seats, which slow each other down."""
-        return (
-            self.yield_ratio * seats / self._slowed(self._seat_ms / self._alone_ms, stretch_ratio)
-        )
+        slowed = self._slowed(self._seat_ms / self._alone_ms, stretch_ratio) * self.pace_ratio
+        return self.yield_ratio * seats / slowed
 
     # ------------------------------------------------------------ by promises
 

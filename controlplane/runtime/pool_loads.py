@@ -130,15 +130,16 @@ class PoolLoads:
         usage: Usage,
     ) -> None:
         """A call has held a seat of `row` for this long, and reused this much of what its home should have had."""
+        size = (
+            usage.prompt_tokens,
+            usage.prompt_tokens - usage.cached_tokens,
+            usage.completion_tokens,
+        )
         self.of(request.model).served(
             request,
             seat_ms=seat_ms,
-            alone_ms=alone_ms(
-                row,
-                usage.prompt_tokens,
-                usage.prompt_tokens - usage.cached_tokens,
-                usage.completion_tokens,
-            ),
+            alone_ms=alone_ms(row.rates, *size),
+            published_ms=alone_ms(row.published, *size),
         )
         if request.is_begun and reusable_tokens:
             self._working_sets.observed(request.model, reusable_tokens, usage.cached_tokens)

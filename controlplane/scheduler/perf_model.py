@@ -22,7 +22,7 @@ from math import ceil, log2, sqrt
 from typing import Final
 
 from controlplane.domain.catalog import GpuType, Model
-from controlplane.domain.fleet import EngineRow
+from controlplane.domain.fleet import EngineRow, Rates
 from controlplane.domain.request import Request
 from controlplane.scheduler.legs import DECODE, PREFILL
 
@@ -282,12 +282,23 @@ def prefill_ms(row: EngineRow, new_tokens: int, context: int) -> float:
     )
 
 
-def alone_ms(row: EngineRow, prompt_tokens: int, new_tokens: int, completion_tokens: int) -> float:
-    """Time of a call on an empty engine: `new_tokens` of its prompt are computed, then the answer is decoded."""
+def alone_ms(rates: Rates, prompt_tokens: int, new_tokens: int, completion_tokens: int) -> float:
+    """Time of a call on an empty engine of these rates: `new_tokens` of its prompt are computed, then the answer
+    is decoded.
+    """
+    new = float(max(1, new_tokens))
+    pairs = new * prompt_tokens - 0.5 * new * new
+    first_ms = (
+        rates.prefill_base_ms
+        + new * rates.prefill_ms_per_token
+        + pairs * rates.prefill_ms_per_token_sq
+    )
     context = prompt_tokens + 0.5 * completion_tokens
-    each_ms = row.decode_ms_base + row.decode_ms_per_seq + row.decode_ms_per_kv_token * context
+    each_ms = (
+        rates.decode_ms_base + rates.decode_ms_per_seq + rates.decode_ms_per_kv_token * context
+    )
     decodes = completion_tokens - 1 if completion_tokens > 1 else 0
-    return prefill_ms(row, max(1, new_tokens), prompt_tokens) + decodes * each_ms
+    return first_ms + decodes * each_ms
 
 
 def tpot_ms(row: EngineRow, sequences: int, kv_tokens: int, prefill_tokens: int) -> float:

@@ -407,7 +407,7 @@ def of_size(number, work_ms, times=3.0, **changes):
 
 
 def end(load, request, now_ms, work_ms):
-    load.served(request, seat_ms=work_ms, alone_ms=work_ms)
+    load.served(request, seat_ms=work_ms, alone_ms=work_ms, published_ms=work_ms)
     load.workflow_ended(request.workflow, now_ms)
 
 
@@ -527,7 +527,7 @@ def test_engines_are_emptied_while_tight_workflows_end_late():
     for number in range(60):
         request = of_size(f"late{number}", 1_000, 1.8, now_ms=now_ms)
         load.may_begin(request, ROOM, now_ms)
-        load.served(request, seat_ms=900, alone_ms=900)
+        load.served(request, seat_ms=900, alone_ms=900, published_ms=900)
         load.workflow_ended(request.workflow, now_ms + 1_801)
     assert load._in_time_ratios(1.5, [1.8])[0] < before - 0.2
     assert load._in_time_ratios(1.1, [1.8])[0] > load._in_time_ratios(1.5, [1.8])[0]
@@ -544,3 +544,32 @@ def test_a_rate_that_was_looked_at_for_a_second_is_not_taken_for_a_small_one():
             begun.add(400.0, now_ms)
             if number >= 15:
                 assert begun.seats(now_ms) == pytest.approx(4.0, rel=0.1)
+
+
+def test_all_engines_slow_down_and_what_is_known_of_workflows_stands():
+    """Half as much fits while calls take twice as long, and all of it at once when they are well again."""
+    load, now_ms = priced(works=(1_000,), load_ratio=0.8)
+    asked = of_size("asked", 1_000, now_ms=now_ms)
+    work_ms, tolerance = load.size(asked, now_ms)
+    fits_per_ms = load._work_per_ms(SEATS_AT, 1.5)
+    slowed = load._in_time_ratios(1.5, [tolerance])[0]
+
+    def play(calls, times):
+        """Workflows that still end in time, on engines that take `times` as long and are known to."""
+        nonlocal now_ms
+        for number in range(calls):
+            now_ms += 2_000
+            request = of_size(f"{times}-{number}", 1_000, now_ms=now_ms)
+            load._open(request, load._size(request, now_ms), now_ms)
+            spent_ms = 1_000 * times
+            load.served(request, seat_ms=spent_ms, alone_ms=spent_ms, published_ms=1_000)
+            load.workflow_ended(request.workflow, now_ms + spent_ms)
+
+    play(300, 2)
+    assert load.size(asked, now_ms).work_ms == pytest.approx(2 * work_ms, rel=0.1)
+    assert load.size(asked, now_ms).tolerance == pytest.approx(tolerance / 2, rel=0.1)
+    assert load._work_per_ms(SEATS_AT, 1.5) == pytest.approx(fits_per_ms / 2, rel=0.1)
+    assert load._in_time_ratios(1.5, [tolerance])[0] < slowed - 0.1
+    play(200, 1)
+    assert load.size(asked, now_ms).work_ms == pytest.approx(work_ms, rel=0.1)
+    assert load._work_per_ms(SEATS_AT, 1.5) == pytest.approx(fits_per_ms, rel=0.1)

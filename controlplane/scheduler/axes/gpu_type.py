@@ -34,10 +34,10 @@ def is_allowed(request: Request, row: EngineRow) -> bool:
 def work_ms(request: Request, row: EngineRow) -> float:
     """Expected milliseconds of the workflow's calls, this one and those to come, on an empty engine like this."""
     prompt, added = request.prompt_tokens, request.completion_tokens_expected
-    total_ms = alone_ms(row, prompt, prompt, added)
+    total_ms = alone_ms(row.rates, prompt, prompt, added)
     later = steps_left(request)
     if later > 0:
-        total_ms += later * alone_ms(row, prompt + added, added, added)
+        total_ms += later * alone_ms(row.rates, prompt + added, added, added)
     return total_ms
 
 
