@@ -88,6 +88,12 @@ SLOWED_EXCESS_MAX: Final = 2.5
 TOLERANCE_SIGMA: Final = 0.25
 TOLERANCE_LEAST: Final = 0.1
 CALL_GAIN: Final = 0.02
+# What engines usually take is a mean over so many calls. They take something else when the latest calls tell so by
+# this factor, and until it is less than the other: crowds alone made it differ by up to 1.3 (simulated).
+PACE_CALLS_FIRST: Final = 50
+PACE_CALLS_MAX: Final = 500
+PACE_STEP_RATIO: Final = 1.4
+PACE_BACK_RATIO: Final = 1.2
 # A workflow that can not spare the time of this many calls does not wait until one ends.
 URGENT_CALLS: Final = 1.5
 # Prices follow demand over minutes. When more than so many times the seats is promised already, what is asked
@@ -171,8 +177,10 @@ class PoolLoad:
 
     __slots__ = (
         "_alone_ms", "_begun", "_call_ms", "_careful_until_ms", "_full_refusals", "_idle_refusals", "_late",
-        "_on_time", "_published_ms", "_seat_ms", "_slowed_log", "_waited_late", "_window_ms", "_yield_ms",
-        "appointments", "bids", "commitments", "committed_ratio", "gaps", "levels", "seat_time", "sizes",
+        "_on_time", "_published_ms", "_seat_ms", "_slowed_log", "_usual_calls", "_usual_ratio", "_waited_late",
+        "_window_ms", "_yield_ms",
+        "appointments", "bids", "commitments", "committed_ratio", "gaps", "levels", "pace_ratio", "seat_time",
+        "sizes",
         "stretch_ratio", "tabs", "yield_ratio",
     )  # fmt: skip
 
@@ -204,6 +212,12 @@ class PoolLoad:
         self._seat_ms = SLOWED_FIRST
         self._alone_ms = 1.0
         self._published_ms = 1.0
+        # How much longer than by their published rates engines usually take, and over how many calls that is.
+        self._usual_ratio = 1.0
+        self._usual_calls = 0
+        # How much longer than usually they take now. Work is counted as if they took what they usually take, so
+        # that what is known of workflows stands when all engines slow down, and when they are well again.
+        self.pace_ratio = 1.0
         # How much longer than alone workflows take at the present stretch: its logarithm.
         self._slowed_log = log(stretch_ratio)
 
@@ -212,13 +226,6 @@ class PoolLoad:
         """Work that is asked for over what the pool can do in that time; 0 before that is known."""
         clearing = self.bids.clearing
         return 0.0 if clearing is None else clearing.load_ratio
-
-    @property
-    def pace_ratio(self) -> float:
-        """How much longer than by their published rates engines take now. Work is counted by published rates, so
-        that what is known of workflows stands when all engines slow down, and when they are well again.
-        """
-        return self._alone_ms / self._published_ms
 
     @property
     def price_micro_usd_per_s(self) -> float:
@@ -336,7 +343,7 @@ class PoolLoad:
         return Size(size.work_ms * pace, size.tolerance / pace)
 
     def _size(self, request: Request, now_ms: float) -> Size | None:
-        """The same by published rates."""
+        """The same on engines as they usually are."""
         return self.sizes.of(
             request.tenant,
             request.scope,
@@ -430,12 +437,27 @@ class PoolLoad:
         tab = self.tabs.get(_held_as(request))
         if tab is not None:
             tab.busy_ms += seat_ms
-            tab.work_ms += published_ms
+            tab.work_ms += alone_ms / self.pace_ratio
         if alone_ms <= 0.0 or published_ms <= 0.0:
             return
         self._seat_ms += seat_ms - CALL_GAIN * self._seat_ms
         self._alone_ms += alone_ms - CALL_GAIN * self._alone_ms
         self._published_ms += published_ms - CALL_GAIN * self._published_ms
+        self._follow_pace()
+
+    def _follow_pace(self) -> None:
+        """Find out whether engines take as long as usually. Rates are corrected by what was measured, so what calls
+        do to each other is told as a pace in part: less than a step is nothing.
+        """
+        latest = self._alone_ms / self._published_ms
+        off = latest / self._usual_ratio
+        limit = PACE_STEP_RATIO if self.pace_ratio == 1.0 else PACE_BACK_RATIO
+        if self._usual_calls >= PACE_CALLS_FIRST and not 1.0 / limit < off < limit:
+            self.pace_ratio = off
+            return
+        self.pace_ratio = 1.0
+        self._usual_calls = min(PACE_CALLS_MAX, self._usual_calls + 1)
+        self._usual_ratio += (latest - self._usual_ratio) / self._usual_calls
 
     def _close(self, key: str, now_ms: int, *, is_whole: bool) -> None:
         """A workflow has ended: what it took is learned when that is all that it wanted, or more than thought."""

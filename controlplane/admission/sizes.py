@@ -3,7 +3,7 @@
 Who wants an answer sooner usually asks for less, so the time that a workflow is given says more about
 its size than the mean of its class does; where deadlines say nothing, nothing is read from them. Two
 numbers are learned for each tenant and scope, both as a line in logarithms over the time given: the
-work (milliseconds that its calls take on an empty engine by its published rates; of a lone call for
+work (milliseconds that its calls take on an empty engine as engines usually are; of a lone call for
 each token that is expected of it), and its tolerance (how many times longer than that its calls may
 take so that it still ends in time, pauses between its steps not counted).
 """

@@ -14,7 +14,7 @@ KEPT_MS: Final = 60_000
 @dataclass(slots=True)
 class Tab:
     """`tokens` were expected when it began, and `tolerance` (None: not known). Of its calls so far: `work_ms`
-    on an empty engine by its published rates, as `tolerance` is, `busy_ms` on theirs, `waited_ms` in the
+    on an empty engine as engines usually are, as `tolerance` is, `busy_ms` on theirs, `waited_ms` in the
     queue. Who `is_urgent` can not spare the time until a seat is free.
     """
 
