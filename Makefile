@@ -39,10 +39,12 @@ compile: setup
 bench: compile
 	$(BIN)/python -m tests.benchmarks
 
-# A real vLLM in a virtual environment of its own; some minutes and 4 GB the first time.
+# A real vLLM and a real llama.cpp, each in a virtual environment of its own; some minutes and 4 GB the
+# first time.
 test-engine: setup
 	$(BIN)/python tests/engine/install_vllm.py
-	$(BIN)/python -m pytest -m engine tests/engine
+	$(BIN)/python tests/engine/install_llama_cpp.py
+	$(BIN)/python -m pytest -m "engine and not slow" tests/engine
 
 clean:
 	rm -rf $(VENV) .headway build *.egg-info

@@ -4,46 +4,72 @@ import json
 from typing import Annotated, Any
 
 import typer
+from rich.table import Table
 
+from cli import profiles
 from cli.client import JsonObject, segment
+from cli.commands import follow
 from cli.failure import CommandFailure, ExitCode
 from cli.operator import Session, with_change, with_session
 from cli.output import table
 from cli.paging import CursorOption, LimitOption, page_of, show_page
+from cli.watch import WatchOption, YesOption, confirm, progress_of, watch
 
 app = typer.Typer(no_args_is_help=True, help="Inference servers, and commands to their agents.")
+app.add_typer(profiles.app, name="profiles")
 
 EngineArgument = Annotated[str, typer.Argument(metavar="ENGINE", help="Engine id.")]
+DeadlineOption = Annotated[
+    float, typer.Option("--deadline", min=0, help="Seconds that running work may take.")
+]
 
 
 @app.command("list")
 @with_session
-def list_engines(session: Session, limit: LimitOption = 50, cursor: CursorOption = None) -> None:
+def list_engines(
+    session: Session,
+    *,
+    limit: LimitOption = 50,
+    cursor: CursorOption = None,
+    is_watched: WatchOption = False,
+) -> None:
     """List engines with what they run now."""
-    page = page_of(session, "engines", limit, cursor)
-    show_page(
-        session,
-        page,
-        table(
-            ("ENGINE", "MODEL", "ROLE", "STATE", ">RUN", ">WAIT", ">KV", ">SEATS"),
+
+    def read() -> JsonObject:
+        return page_of(session, "engines", limit, cursor)
+
+    if is_watched:
+        watch(session, read, _table)
+        return
+    page = read()
+    show_page(session, page, _table(page))
+
+
+def _table(page: JsonObject) -> Table:
+    return table(
+        ("ENGINE", "MODEL", "ROLE", "STATE", ">RUN", ">WAIT", ">KV", ">SEATS", "PROGRESS"),
+        (
             (
-                (
-                    engine["id"],
-                    engine["model"],
-                    engine["role"],
-                    _state(engine),
-                    engine["running"],
-                    engine["waiting"],
-                    f"{engine['kv_used_ratio']:.0%}",
-                    f"{engine['seats_taken']}/{engine['seats_lent']}",
-                )
-                for engine in page["data"]
-            ),
+                engine["id"],
+                engine["model"],
+                engine["role"],
+                _state(engine),
+                engine["running"],
+                engine["waiting"],
+                f"{engine['kv_used_ratio']:.0%}",
+                f"{engine['seats_taken']}/{engine['seats_lent']}",
+                engine["cordon"] or progress_of(engine["progress"]),
+            )
+            for engine in page["data"]
         ),
     )
 
 
 def _state(engine: JsonObject) -> str:
+    if engine["cordon"]:
+        return f"{engine['state']}, cordoned"
+    if engine["sleep_level"]:
+        return f"asleep, level {engine['sleep_level']}"
     if engine["is_suspect"]:
         return "suspect"
     if engine["state"] == "serving" and not engine["is_accepting"]:
@@ -59,12 +85,16 @@ def load(
     engine: EngineArgument,
     node: Annotated[str, typer.Option("--node", help="Node that is to run it.")],
     model: Annotated[str, typer.Option("--model", help="Model of the catalogue.")],
-    kind: Annotated[str, typer.Option("--kind", help="simulated or vllm.")] = "vllm",
+    kind: Annotated[str, typer.Option("--kind", help="vllm, llama_cpp or simulated.")] = "vllm",
     role: Annotated[str, typer.Option("--role", help="both, prefill or decode.")] = "both",
     gpus: Annotated[int, typer.Option("--gpus", min=1, help="GPUs it takes.")] = 1,
+    profile: Annotated[
+        str, typer.Option("--profile", help="Engine profile that the node knows.")
+    ] = "",
     option: Annotated[
         list[str] | None, typer.Option("--option", help="NAME=VALUE of its kind; repeatable.")
     ] = None,
+    is_watched: WatchOption = False,
 ) -> None:
     """Start an engine on a node."""
     spec: dict[str, Any] = {
@@ -73,16 +103,25 @@ def load(
         "model": model,
         "role": role,
         "gpus": gpus,
+        "profile": profile,
         "options": dict(_option(text) for text in option or ()),
     }
-    _told(session, engine, session.api.post(f"engines/{segment(engine)}/load", spec))
+    _tell(session, engine, "load", spec, is_watched=is_watched)
 
 
 @app.command("unload")
 @with_change
-def unload(session: Session, engine: EngineArgument) -> None:
+def unload(
+    session: Session,
+    engine: EngineArgument,
+    *,
+    deadline_s: DeadlineOption = 30.0,
+    is_sure: YesOption = False,
+    is_watched: WatchOption = False,
+) -> None:
     """Drain an engine, stop it, and forget it."""
-    _told(session, engine, session.api.post(f"engines/{segment(engine)}/unload"))
+    confirm(session, f"unload takes {engine} out of the fleet", is_sure=is_sure)
+    _tell(session, engine, "unload", {"deadline_s": deadline_s}, is_watched=is_watched)
 
 
 @app.command("drain")
@@ -90,27 +129,157 @@ def unload(session: Session, engine: EngineArgument) -> None:
 def drain(
     session: Session,
     engine: EngineArgument,
-    deadline_s: Annotated[
-        float, typer.Option("--deadline", min=0, help="Seconds that running work may take.")
-    ] = 30.0,
+    *,
+    deadline_s: DeadlineOption = 30.0,
+    is_watched: WatchOption = False,
 ) -> None:
-    """Let an engine finish what runs and take nothing new."""
-    path = f"engines/{segment(engine)}/drain"
-    _told(session, engine, session.api.post(path, {"deadline_s": deadline_s}))
+    """Let an engine finish what runs and take nothing new, then stop it."""
+    _tell(session, engine, "drain", {"deadline_s": deadline_s}, is_watched=is_watched)
 
 
 @app.command("stop")
 @with_change
-def stop(session: Session, engine: EngineArgument) -> None:
+def stop(
+    session: Session,
+    engine: EngineArgument,
+    *,
+    is_sure: YesOption = False,
+    is_watched: WatchOption = False,
+) -> None:
     """Stop an engine at once."""
-    _told(session, engine, session.api.post(f"engines/{segment(engine)}/stop"))
+    confirm(session, f"stop ends what runs on {engine}", is_sure=is_sure)
+    _tell(session, engine, "stop", is_watched=is_watched)
 
 
-def _told(session: Session, engine: str, document: JsonObject) -> None:
+@app.command("restart")
+@with_change
+def restart(
+    session: Session,
+    engine: EngineArgument,
+    *,
+    deadline_s: DeadlineOption = 30.0,
+    is_sure: YesOption = False,
+    is_watched: WatchOption = False,
+) -> None:
+    """Drain an engine and start it anew."""
+    confirm(session, f"restart empties {engine} and loads it again", is_sure=is_sure)
+    _tell(session, engine, "restart", {"deadline_s": deadline_s}, is_watched=is_watched)
+
+
+@app.command("role")
+@with_change
+def role(
+    session: Session,
+    engine: EngineArgument,
+    new_role: Annotated[str, typer.Argument(metavar="ROLE", help="both, prefill or decode.")],
+    *,
+    deadline_s: DeadlineOption = 30.0,
+    is_sure: YesOption = False,
+    is_watched: WatchOption = False,
+) -> None:
+    """Drain an engine and start it anew in another role."""
+    confirm(session, f"the role {new_role} empties {engine} and loads it again", is_sure=is_sure)
+    body = {"role": new_role, "deadline_s": deadline_s}
+    _tell(session, engine, "role", body, is_watched=is_watched)
+
+
+@app.command("sleep")
+@with_change
+def sleep(
+    session: Session,
+    engine: EngineArgument,
+    *,
+    level: Annotated[
+        int, typer.Option("--level", min=1, max=2, help="1 keeps the weights in host memory.")
+    ] = 1,
+    deadline_s: DeadlineOption = 30.0,
+    is_watched: WatchOption = False,
+) -> None:
+    """Let an engine finish what runs and give its GPU memory back."""
+    body = {"level": level, "deadline_s": deadline_s}
+    _tell(session, engine, "sleep", body, is_watched=is_watched)
+
+
+@app.command("wake")
+@with_change
+def wake(session: Session, engine: EngineArgument, *, is_watched: WatchOption = False) -> None:
+    """Bring a sleeping engine's weights back."""
+    _tell(session, engine, "wake", is_watched=is_watched)
+
+
+@app.command("reset-cache")
+@with_change
+def reset_cache(
+    session: Session, engine: EngineArgument, *, is_watched: WatchOption = False
+) -> None:
+    """Let an engine forget its prefix cache."""
+    _tell(session, engine, "reset-cache", is_watched=is_watched)
+
+
+@app.command("cordon")
+@with_change
+def cordon(
+    session: Session,
+    engine: EngineArgument,
+    *,
+    because: Annotated[str, typer.Option("--because", help="Shown wherever the engine is.")] = "",
+    is_watched: WatchOption = False,
+) -> None:
+    """Send nothing new to an engine."""
+    _tell(session, engine, "cordon", {"reason": because}, is_watched=is_watched)
+
+
+@app.command("uncordon")
+@with_change
+def uncordon(session: Session, engine: EngineArgument, *, is_watched: WatchOption = False) -> None:
+    """Let an engine take work again, and start it when it was given up."""
+    _tell(session, engine, "uncordon", is_watched=is_watched)
+
+
+@app.command("load-adapter")
+@with_change
+def load_adapter(
+    session: Session,
+    engine: EngineArgument,
+    name: Annotated[str, typer.Argument(metavar="ADAPTER", help="Name that requests use.")],
+    path: Annotated[str, typer.Argument(metavar="PATH", help="Its folder on the node.")],
+    *,
+    is_watched: WatchOption = False,
+) -> None:
+    """Load a LoRA adapter into an engine."""
+    body = {"name": name, "path": path}
+    _tell(session, engine, "load-adapter", body, is_watched=is_watched)
+
+
+@app.command("unload-adapter")
+@with_change
+def unload_adapter(
+    session: Session,
+    engine: EngineArgument,
+    name: Annotated[str, typer.Argument(metavar="ADAPTER", help="Name that requests use.")],
+    *,
+    is_watched: WatchOption = False,
+) -> None:
+    """Unload a LoRA adapter from an engine."""
+    _tell(session, engine, "unload-adapter", {"name": name}, is_watched=is_watched)
+
+
+def _tell(
+    session: Session,
+    engine: str,
+    what: str,
+    body: JsonObject | None = None,
+    *,
+    is_watched: bool,
+) -> None:
+    document = session.api.post(f"engines/{segment(engine)}/{what}", body)
+    if is_watched:
+        follow(session, [document["id"]], is_watched=True)
+        return
     session.out.say(
         document,
         f"{document['kind']} {engine}: command {document['id']}"
-        " (follow it with `headway commands list`)",
+        f" (follow it with `headway commands show {document['id']} --watch`)",
     )
 
 

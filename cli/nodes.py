@@ -4,39 +4,101 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.table import Table
 
-from cli.client import DATA_DIR, segment
+from cli.client import DATA_DIR, JsonObject, segment
+from cli.commands import follow
 from cli.failure import CommandFailure, ExitCode
 from cli.operator import DataDirOption, JsonOption, Session, reported, with_change, with_session
 from cli.output import Output, cell, instant, table
 from cli.paging import CursorOption, LimitOption, page_of, show_page
+from cli.watch import WatchOption, watch
 
 app = typer.Typer(no_args_is_help=True, help="Machines with GPUs.")
+
+GIB = 2**30
 
 NodeArgument = Annotated[str, typer.Argument(metavar="NODE", help="Node id.")]
 
 
 @app.command("list")
 @with_session
-def list_nodes(session: Session, limit: LimitOption = 50, cursor: CursorOption = None) -> None:
-    """List nodes and whether their agents are heard."""
-    page = page_of(session, "nodes", limit, cursor)
-    show_page(
-        session,
-        page,
+def list_nodes(
+    session: Session,
+    *,
+    limit: LimitOption = 50,
+    cursor: CursorOption = None,
+    is_watched: WatchOption = False,
+) -> None:
+    """List nodes, whether their agents are heard, and how their GPUs are."""
+
+    def read() -> JsonObject:
+        return page_of(session, "nodes", limit, cursor)
+
+    if is_watched:
+        watch(session, read, _table)
+        return
+    page = read()
+    show_page(session, page, _table(page))
+
+
+def _table(page: JsonObject) -> Table:
+    return table(
+        (
+            "NODE", "REGION", "GPUS", ">ENGINES", ">CALLS", "AGENT", "CORDONED", "LAST SEEN",
+            "DEVICES",
+        ),
+        (
+            (
+                node["id"],
+                node["region"],
+                f"{node['gpus']} x {node['gpu_type']}",
+                node["engines"],
+                node["calls"],
+                "heard" if node["is_heard"] else "silent",
+                node["is_cordoned"],
+                instant(node["last_seen_at"]),
+                _devices(node["devices"]),
+            )
+            for node in page["data"]
+        ),
+    )  # fmt: skip
+
+
+def _devices(devices: list[JsonObject]) -> str:
+    """Memory, load and temperature of each GPU, or what is wrong with it."""
+    return "\n".join(
+        f"{gpu['index']}: {gpu['fault']}"
+        if gpu["fault"]
+        else f"{gpu['index']}: {gpu['memory_used_bytes'] / GIB:.0f}"
+        f"/{gpu['memory_total_bytes'] / GIB:.0f} GiB, {gpu['utilisation_ratio']:.0%},"
+        f" {gpu['temperature_c']} C"
+        for gpu in devices
+    )
+
+
+@app.command("show")
+@with_session
+def show(session: Session, node: NodeArgument) -> None:
+    """Show one node with its GPUs."""
+    document = session.api.get(f"nodes/{segment(node)}")
+    session.out.show(
+        document,
+        _table({"data": [document]}),
         table(
-            ("NODE", "REGION", "GPUS", ">ENGINES", "AGENT", "CORDONED", "LAST SEEN"),
+            ("GPU", "NAME", ">MEMORY", ">USED", ">TEMP", ">ECC", ">XID", "FAULT"),
             (
                 (
-                    node["id"],
-                    node["region"],
-                    f"{node['gpus']} x {node['gpu_type']}",
-                    node["engines"],
-                    "heard" if node["is_heard"] else "silent",
-                    node["is_cordoned"],
-                    instant(node["last_seen_at"]),
+                    gpu["index"],
+                    gpu["name"],
+                    f"{gpu['memory_used_bytes'] / GIB:.0f}/{gpu['memory_total_bytes'] / GIB:.0f} GiB",
+                    f"{gpu['utilisation_ratio']:.0%}",
+                    f"{gpu['temperature_c']} C",
+                    gpu["ecc_uncorrected"],
+                    gpu["xid"],
+                    gpu["fault"],
                 )
-                for node in page["data"]
+                for gpu in document["devices"]
             ),
         ),
     )
@@ -63,17 +125,22 @@ def uncordon(session: Session, node: NodeArgument) -> None:
 def drain(
     session: Session,
     node: NodeArgument,
+    *,
     deadline_s: Annotated[
         float, typer.Option("--deadline", min=0, help="Seconds that running work may take.")
     ] = 30.0,
+    is_watched: WatchOption = False,
 ) -> None:
     """Cordon a node and let its engines finish and stop taking work."""
     document = session.api.post(f"nodes/{segment(node)}/drain", {"deadline_s": deadline_s})
     commands = document["commands"]
+    if is_watched and commands:
+        follow(session, [command["id"] for command in commands], is_watched=True)
+        return
     session.out.show(
         document,
         f"{cell(node)} is cordoned; {len(commands)} engines drain"
-        " (follow them with `headway commands list`)",
+        f" (follow them with `headway commands list --node {cell(node)} --watch`)",
     )
 
 

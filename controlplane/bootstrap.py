@@ -9,6 +9,7 @@ import signal
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 
 from sqlalchemy.ext.asyncio import AsyncEngine
@@ -17,11 +18,12 @@ from controlplane.api.app import create_app
 from controlplane.api.services import Services
 from controlplane.bus import Bus
 from controlplane.domain.errors import StateUnavailable
+from controlplane.domain.fleet import EngineRow
 from controlplane.domain.ids import ReplicaId
 from controlplane.gateway.hot_path import HotPath
 from controlplane.gateway.server import make_server
 from controlplane.gateway.sweeper import Sweeper
-from controlplane.gateway.upstream import Upstream
+from controlplane.gateway.upstream import LEAVE_AFTER_S, Upstream
 from controlplane.runtime import gauges
 from controlplane.runtime.accounts import Accounts
 from controlplane.runtime.admit import Gate
@@ -33,6 +35,7 @@ from controlplane.runtime.estimates import Estimates
 from controlplane.runtime.fleet_state import FleetState
 from controlplane.runtime.idempotency import Idempotency
 from controlplane.runtime.intake import Intake
+from controlplane.runtime.kv_view import SETTLE_INTERVAL_S, KvView
 from controlplane.runtime.loops import Leadership, Loops, every
 from controlplane.runtime.model_choices import CHOICE_INTERVAL_S, ModelChoices
 from controlplane.runtime.plan_moves import PlanMoves
@@ -48,12 +51,13 @@ from controlplane.runtime.principals import Principals
 from controlplane.runtime.queue_pump import QueuePump
 from controlplane.runtime.rate_limits import RateLimits
 from controlplane.runtime.retention import Retention
+from controlplane.runtime.wake import WAKE_INTERVAL_S, WakeOnDemand
 from controlplane.runtime.workflow_state import WorkflowStates
 from controlplane.scheduler.batch import warm_up
 from controlplane.scheduler.prefix_index import PrefixIndex
 from controlplane.scheduler.tick_log import TickLog
 from controlplane.settings import Settings
-from controlplane.store import breakers, replicas
+from controlplane.store import breakers, replicas, weight_loads
 from controlplane.store.catalog import load_catalog
 from controlplane.store.journal import Journal
 from controlplane.store.retention import Forgettable
@@ -103,6 +107,7 @@ async def _until_reachable(
             await replicas.register(engine, replica_id)
             fleet.use_catalog(await load_catalog(engine))
             fleet.use_overrides(await breakers.load(engine))
+            fleet.use_load_times(await weight_loads.load_all(engine))
             return await PolicyState.start(
                 engine,
                 files,
@@ -196,6 +201,7 @@ async def running_replica(settings: Settings) -> AsyncIterator[Replica]:
             policies=policies.ruling,
             metrics=metrics,
         )
+        waker = WakeOnDemand(engine, fleet, pump.depths)
         loads = PoolLoads(fleet, policies.policy.bundle.admission)
         gate = Gate(
             replica_id=replica_id,
@@ -216,7 +222,8 @@ async def running_replica(settings: Settings) -> AsyncIterator[Replica]:
         gauges.watch(metrics, gate, journal)
         news = PolicyNews(policies, bus)
         policies.on_taken_back = news.changed
-        agents = Agents(bus, fleet, keeper, pump, engine)
+        kv_view = KvView(bus, fleet, metrics)
+        agents = Agents(bus, fleet, keeper, pump, engine, kv_view)
         leader = Leadership(engine, replica_id, settings.leader_ttl_s)
         loops = Loops(
             engine=engine,
@@ -274,6 +281,7 @@ async def running_replica(settings: Settings) -> AsyncIterator[Replica]:
         sweeper = Sweeper()
         upstream = Upstream(sweeper)
         stack.callback(upstream.close)
+        fleet.on_leaving = partial(_leave, fleet, upstream)
         tracing = _tracing(stack, settings, metrics, replica_id)
         services = Services(
             engine=engine,
@@ -305,6 +313,7 @@ async def running_replica(settings: Settings) -> AsyncIterator[Replica]:
         async def converse() -> None:
             await bus.connect()
             await agents.join()
+            await kv_view.join()
             await news.join()
             await plan_view.join(bus)
             await keeper.run(pump.offer)
@@ -318,6 +327,8 @@ async def running_replica(settings: Settings) -> AsyncIterator[Replica]:
                 retention.run(),
                 *planner_loops(planner, plan_moves, plan_view),
                 every(CHOICE_INTERVAL_S, "model_choice", choices.refresh),
+                every(WAKE_INTERVAL_S, "wake", waker.look),
+                every(SETTLE_INTERVAL_S, "kv_view", kv_view.settle),
                 sweeper.run(),
                 converse(),
             )
@@ -340,6 +351,7 @@ async def running_replica(settings: Settings) -> AsyncIterator[Replica]:
                 await replicas.retire(engine, replica_id)
             writer.cancel()
             await asyncio.gather(writer, return_exceptions=True)
+            kv_view.close()
             await bus.close()
 
 
@@ -355,6 +367,11 @@ def _tracing(
     tracing = Tracing(span_processor(), resource, settings.trace_sample_ratio)
     stack.callback(tracing.shutdown)
     return tracing
+
+
+def _leave(fleet: FleetState, upstream: Upstream, row: EngineRow) -> None:
+    """An engine is drained: what runs there may end in the time that it has, or go on elsewhere."""
+    asyncio.get_running_loop().call_later(LEAVE_AFTER_S, upstream.leave, fleet.address_of(row))
 
 
 async def _end(tasks: list[asyncio.Task[None]]) -> None:

@@ -37,6 +37,12 @@ COMMAND_AGE_S_MAX = 3600
 COMMAND_ACK_WAIT_S = 30
 COMMAND_DELIVERIES_MAX = 20
 DUPLICATE_WINDOW_S = 120
+# What agents tell of prefix caches, kept in memory for replicas that missed some.
+KV_AGE_S_MAX = 600
+KV_BYTES_MAX = 32 * 1024 * 1024
+KV_MESSAGES_PER_NODE_MAX = 2_048
+KV_REPLAY_S_MAX = 0.5
+KV_REPLAY_BATCH = 256
 
 Handler = Callable[[str, bytes], Awaitable[None] | None]
 
@@ -223,6 +229,54 @@ class Bus:
         except (NatsError, TimeoutError) as error:
             raise BusUnavailable(f"no answer about {subject}: {error}") from error
         return found.data
+
+    async def ensure_kv_stream(self) -> None:
+        """Create the stream that keeps the latest reports of prefix caches, when it is missing."""
+        jetstream = self._client.jetstream(timeout=REQUEST_TIMEOUT_S)
+        try:
+            await jetstream.add_stream(
+                StreamConfig(
+                    name=subjects.KV_STREAM,
+                    subjects=[subjects.ALL_KV],
+                    retention=RetentionPolicy.LIMITS,
+                    discard=DiscardPolicy.OLD,
+                    storage=StorageType.MEMORY,
+                    max_age=KV_AGE_S_MAX,
+                    max_bytes=KV_BYTES_MAX,
+                    max_msgs_per_subject=KV_MESSAGES_PER_NODE_MAX,
+                    duplicate_window=DUPLICATE_WINDOW_S,
+                )
+            )
+        except (NatsError, TimeoutError) as error:
+            raise BusUnavailable(f"the stream of KV reports can not be made: {error}") from error
+
+    async def kept_kv(self, node_id: str) -> list[bytes]:
+        """The reports of one node's prefix caches that are kept, oldest first. Raises BusUnavailable."""
+        if not self._client.is_connected:
+            raise BusUnavailable("the bus is not connected")
+        jetstream = self._client.jetstream(timeout=REQUEST_TIMEOUT_S)
+        kept: list[bytes] = []
+        try:
+            subscription = await jetstream.pull_subscribe(
+                subjects.node_subject(node_id, "kv"),
+                stream=subjects.KV_STREAM,
+                config=ConsumerConfig(
+                    ack_policy=AckPolicy.NONE, inactive_threshold=REQUEST_TIMEOUT_S
+                ),
+            )
+            try:
+                pending = (await subscription.consumer_info()).num_pending or 0
+                while pending > 0:
+                    messages = await subscription.fetch(
+                        min(pending, KV_REPLAY_BATCH), timeout=KV_REPLAY_S_MAX
+                    )
+                    kept += [message.data for message in messages]
+                    pending -= len(messages)
+            finally:
+                await subscription.unsubscribe()
+        except (NatsError, TimeoutError) as error:
+            raise BusUnavailable(f"no reports of {node_id}: {error}") from error
+        return kept
 
     async def _reconnected(self) -> None:
         log.info("bus_reconnected")

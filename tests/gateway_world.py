@@ -25,6 +25,7 @@ from controlplane.domain.ids import (
     TenantId,
 )
 from controlplane.domain.outcome import AttemptOutcome, RequestState, Usage
+from controlplane.domain.transfer import Connector, KvSource
 from controlplane.gateway.hot_path import HotPath
 from controlplane.gateway.server import make_server
 from controlplane.gateway.sweeper import Sweeper
@@ -108,9 +109,12 @@ class TicketView:
         self.completion_tokens_max = min(call.completion_tokens_max or 256, 1_024)
         self.cache_salt = call.principal.tenant.cache_salt
         self.prefill_url: Address | None = None
+        self.kv_source: KvSource | None = None
         self.decode_url: Address = ("", 0)
         self.placement: Placement
         self.attempt = 0
+        self.resumes = 0
+        self.left: set[int] = set()
         self.decided_ms = 0.0
         self.queue_ms = 0.0
         self.tokens_check_at = 0
@@ -159,11 +163,15 @@ class RoundRobinGate:
 
     `gate_open` can be closed to keep calls waiting. `retries_max` bounds retries per call. With `keeps`
     false it only counts, for benchmarks. An answer of more than `budget_tokens` is cut there, asked for
-    every `check_tokens`.
+    every `check_tokens`. When a prefill engine fails, its place is taken by the next of `other_prefills`.
+    `lacks` are the features that an engine, by its number, does not have.
     """
 
     engines: list[Address] = field(default_factory=list)
     pairs: list[tuple[Address, Address]] = field(default_factory=list)
+    kv_source: KvSource = KvSource(Connector.NIXL)  # noqa: RUF009  (frozen)
+    other_prefills: list[Address] = field(default_factory=list)
+    keeps_kv: bool = True
     refusal: Refuse | None = None
     keeps: bool = True
     retries_max: int = 2
@@ -181,9 +189,12 @@ class RoundRobinGate:
     budget_tokens: int | None = None
     check_tokens: int = 1
     may_come_back: bool = True
+    resumes_max: int = 8
+    moved: list[str] = field(default_factory=list)
     model: Model = MODEL
     checks: list[int] = field(default_factory=list)
     cached_usages: list[Usage] = field(default_factory=list)
+    lacks: dict[int, frozenset[str]] = field(default_factory=dict)
     gate_open: asyncio.Event = field(default_factory=asyncio.Event)
     settled: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -193,6 +204,8 @@ class RoundRobinGate:
         self.admitted = 0
         self._ids = 0
         self._rows = [engine_row(index) for index in range(len(self.engines))]
+        for index, lacks in self.lacks.items():
+            self._rows[index].lacks = lacks
 
     def new_id(self) -> RequestId:
         self._ids += 1
@@ -211,6 +224,31 @@ class RoundRobinGate:
         if self.cached_refusal is not None:
             return self.cached_refusal
         return self._ticket(call, call.request_id or f"hit-{len(self.cached_usages)}")
+
+    def leave_out(self, ticket: TicketView, feature: str) -> None:
+        ticket.left |= {row.index for row in self._rows if feature in row.lacks}
+
+    def elsewhere(self, ticket: TicketView, left: EngineRow) -> Placement | None:
+        assert left is ticket.placement.decode
+        if ticket.resumes >= self.resumes_max:
+            return None
+        ticket.left.add(left.index)
+        return ticket.placement
+
+    def move(self, ticket: TicketView, placement: Placement) -> None:
+        assert placement is ticket.placement
+        ticket.resumes += 1
+        ticket.attempt += 1
+        self._place(ticket)
+
+    async def resume(self, ticket: TicketView, left: EngineRow) -> bool:
+        placement = self.elsewhere(ticket, left)
+        if placement is not None:
+            self.move(ticket, placement)
+        return placement is not None
+
+    def goes_on(self, ticket: TicketView) -> None:
+        self.moved.append(ticket.id)
 
     def may_return(self, ticket: TicketView) -> bool:
         assert ticket.id
@@ -270,8 +308,23 @@ class RoundRobinGate:
         if ticket.attempt >= self.retries_max:
             return False
         ticket.attempt += 1
+        ticket.left.add(failed.index)
         self._place(ticket)
         return True
+
+    def prefill_failed(
+        self, ticket: TicketView, failed: EngineRow, outcome: AttemptOutcome
+    ) -> None:
+        assert failed is ticket.placement.prefill
+        assert outcome is not AttemptOutcome.OK
+        ticket.prefill_url = self.other_prefills.pop(0) if self.other_prefills else None
+        ticket.attempt += ticket.prefill_url is not None
+
+    def prefill_kept(self, ticket: TicketView, holder: EngineRow) -> bool:
+        assert holder.role is Role.PREFILL
+        if self.keeps_kv:
+            ticket.prefill_url = None
+        return self.keeps_kv
 
     def attempted(
         self,
@@ -318,10 +371,14 @@ class RoundRobinGate:
         if self.pairs:
             prefill, decode = self.pairs[number % len(self.pairs)]
             ticket.prefill_url, ticket.decode_url = prefill, decode
+            ticket.kv_source = self.kv_source
             rows = engine_row(100 + number, Role.DECODE), engine_row(200 + number, Role.PREFILL)
             ticket.placement = Placement(rows[0], rows[1], 0, 0, 0.0, 0.0, 0.0)
             return
         index = number % len(self.engines)
+        if len(ticket.left) < len(self.engines):
+            while index in ticket.left:
+                index = (index + 1) % len(self.engines)
         ticket.decode_url = self.engines[index]
         ticket.placement = Placement(self._rows[index], None, 0, 0, 0.0, 0.0, 0.0)
 

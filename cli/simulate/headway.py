@@ -54,6 +54,7 @@ from dataplane.protocol.messages import (
     EngineState,
     EngineTelemetry,
     Hello,
+    KvTransfer,
     Telemetry,
 )
 from policies.documents import Admission
@@ -115,7 +116,8 @@ class SimulatedJob:
     """One try of a call, as the desk wants it."""
 
     __slots__ = (
-        "attempt", "attempts_failed", "call", "charge", "decided_ms", "home_until_ms", "id", "idle_until_ms",
+        "attempt", "attempts_failed", "call", "charge", "decided_ms", "decode_cached_tokens",
+        "home_until_ms", "id", "idle_until_ms",
         "is_first_token_seen", "is_holding_decode", "is_holding_prefill", "placement", "prompt_bytes",
         "queue_class", "request", "rule", "terms",
     )  # fmt: skip
@@ -139,6 +141,7 @@ class SimulatedJob:
         self.is_holding_prefill = False
         self.is_holding_decode = False
         self.is_first_token_seen = False
+        self.decode_cached_tokens = 0
 
     @property
     def n(self) -> int:
@@ -325,6 +328,7 @@ class Headway:
                 kv_tokens=view.kv_tokens_capacity,
                 block_tokens=16,
                 context_tokens_max=view.spec.model.context_tokens_max,
+                transfer=KvTransfer(connector="nixl"),
                 # Engines that are there when the world begins have served for long.
                 started_ms=int(EPOCH_MS + view.began_ms) if view.life else 0,
             )

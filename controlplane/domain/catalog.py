@@ -1,6 +1,6 @@
 """What operators declare: regions, GPU types, models, SLO classes, tenants, keys. Slow to change, read-only here."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from controlplane.domain.ids import (
@@ -65,7 +65,8 @@ class Model:
     In a mixture of experts a token uses `parameters_active` of all `parameters` and
     `experts_active` of the `experts` of a layer, which hold `expert_weights_bytes` of the weights in
     all; 0 for a dense model. `kv_heads` is over how many GPUs the KV of a token can be split (1 for
-    latent attention), 0 when nothing is said: over any number.
+    latent attention), 0 when nothing is said: over any number. An adapter (LoRA) is served by the engines
+    of the model that it is `adapter_of`, where it is loaded from `adapter_path` on their nodes.
     """
 
     name: ModelName
@@ -84,6 +85,13 @@ class Model:
     experts_active: int = 0
     expert_weights_bytes: int = 0
     kv_heads: int = 0
+    adapter_of: ModelName | None = None
+    adapter_path: str = ""
+
+    @property
+    def base(self) -> ModelName:
+        """The model whose engines serve this one: itself, but for an adapter."""
+        return self.adapter_of or self.name
 
     def cost_micro_usd(self, *, prompt: int, cached: int, completion: int) -> int:
         """What a tenant pays for a call; `cached` counts the part of `prompt` that was reused."""
@@ -152,7 +160,10 @@ class Principal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Catalog:
-    """Everything declared, at one revision. Dictionaries are never changed after construction."""
+    """Everything declared, at one revision. Dictionaries are never changed after construction.
+
+    `models` have engines of their own; `adapters` are served by those of their models, whose sizes they have.
+    """
 
     revision: int
     regions: tuple[RegionName, ...]
@@ -160,3 +171,23 @@ class Catalog:
     models: dict[ModelName, Model]
     slo_classes: dict[SloClassName, SloClass]
     nodes: dict[NodeId, Node]
+    adapters: dict[ModelName, Model] = field(default_factory=dict)
+
+    def served(self, name: ModelName) -> Model | None:
+        """What tenants can ask for by this name."""
+        return self.models.get(name) or self.adapters.get(name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightLoad:
+    """What loads of a model into engines of a node took, smoothed over `loads` starts. `started_ms` is
+    when the latest began, in milliseconds of Unix time.
+    """
+
+    model: ModelName
+    node_id: NodeId
+    gpus: int
+    medium: str
+    load_ms: int
+    loads: int
+    started_ms: int

@@ -31,7 +31,7 @@ class Rates(NamedTuple):
 # Values of the fields that reports and commitments change, in the order of `EngineRow.dynamic`.
 Dynamic = tuple[
     bool, bool, bool, int, int, int, Rates, int, int, int, int, int, int, int, int, int, int, float,
-    int, int, float, float, float, float, float, float,
+    int, int, float, float, float, float, float, float, frozenset[str],
 ]  # fmt: skip
 
 # `EngineRow.seats_bound` where nothing bounds the calls in flight but credits.
@@ -52,10 +52,15 @@ class EngineRow:
     share that. Flows are the workflows and calls that live there: one millisecond more for each of them
     is worth `flows_micro_usd_per_s` / 1000, and they make a step longer by `flows_ms_per_step` on average.
     `bid_micro_usd` is what a call that finds no seat there is worth, `offered_ratio` how full the engine
-    is found by those that come. `rates` are `published` ones, corrected by what was measured there.
+    is found by those that come. KV moves between engines of one `pair_key` that is not 0; by default that
+    is the region. `rates` are `published` ones, corrected by what was measured there. `adapters` are
+    loaded there, of which `adapter_slots` answer in one batch. `lacks` are features, by their names on the
+    bus, that the engine does not have.
     """
 
     __slots__ = (
+        "adapter_slots",
+        "adapters",
         "attempts_expected",
         "bid_micro_usd",
         "calls_per_load",
@@ -80,11 +85,13 @@ class EngineRow:
         "kv_tokens_lent",
         "kv_tokens_taken",
         "kv_tokens_used",
+        "lacks",
         "load_ms",
         "micro_usd_per_ms",
         "model",
         "node_id",
         "offered_ratio",
+        "pair_key",
         "prefill_base_ms",
         "prefill_ms_per_token",
         "prefill_ms_per_token_sq",
@@ -132,6 +139,9 @@ class EngineRow:
         decode_ms_per_kv_token: float,
         kv_price_micro_usd_per_token_s: float,
         load_ms: int,
+        pair_key: int = -1,
+        adapter_slots: int = 0,
+        lacks: frozenset[str] = frozenset(),
     ) -> None:
         self.index = index
         self.engine_id = engine_id
@@ -154,6 +164,10 @@ class EngineRow:
         self.decode_ms_per_kv_token = decode_ms_per_kv_token
         self.kv_price_micro_usd_per_token_s = kv_price_micro_usd_per_token_s
         self.load_ms = load_ms
+        self.pair_key = region_bit if pair_key < 0 else pair_key
+        self.adapter_slots = adapter_slots
+        self.adapters: frozenset[str] = frozenset()
+        self.lacks = lacks
         # 30 bits, so that mixing it with a request's stays in one machine word.
         self.tie_seed = crc32(engine_id.encode()) & 0x3FFF_FFFF
         self.generation = 0
@@ -235,6 +249,7 @@ class EngineRow:
             self.bid_micro_usd,
             self.offered_ratio,
             self.kv_price_micro_usd_per_token_s,
+            self.adapters,
         )
 
     def as_of(self, dynamic: Dynamic) -> "EngineRow":
@@ -261,6 +276,9 @@ class EngineRow:
             decode_ms_per_kv_token=self.decode_ms_per_kv_token,
             kv_price_micro_usd_per_token_s=self.kv_price_micro_usd_per_token_s,
             load_ms=self.load_ms,
+            pair_key=self.pair_key,
+            adapter_slots=self.adapter_slots,
+            lacks=self.lacks,
         )
         (
             row.is_accepting,
@@ -289,6 +307,7 @@ class EngineRow:
             row.bid_micro_usd,
             row.offered_ratio,
             row.kv_price_micro_usd_per_token_s,
+            row.adapters,
         ) = dynamic
         row.use_rates(rates)
         row.published = self.published

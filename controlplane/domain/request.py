@@ -23,7 +23,8 @@ class Request:
     admitted, which is never refused for load. A postponed call runs from `not_before_ms` on (0: at
     once), or only on idle capacity when `waits_for_idle`. A preferred call's tenant has less than its part of a
     contended pool. Nine answers in ten have at most `completion_tokens_high` tokens (0: not known). Hardly
-    any falls short of `completion_tokens_least` tokens: a lower bound.
+    any falls short of `completion_tokens_least` tokens: a lower bound. `model` is the one whose engines can
+    serve the call, and `adapter` must be loaded there, empty when none is asked for.
     """
 
     id: RequestId
@@ -62,3 +63,4 @@ class Request:
     is_preferred: bool
     completion_tokens_high: int = 0
     completion_tokens_least: int = 1
+    adapter: str = ""

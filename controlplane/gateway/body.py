@@ -6,6 +6,7 @@ bad UTF-8 can not mean one thing here and another to an engine. Text of prompts 
 
 import math
 import re
+from collections.abc import Mapping
 from enum import StrEnum
 from typing import Annotated, Any, Final, NamedTuple
 
@@ -162,16 +163,19 @@ _TEXT: Final = ord('"')
 # An array of more bytes than this is not just blanks between brackets, or is the engine's to refuse.
 EMPTY_BYTES_MAX: Final = 256
 _PARAM = re.compile(r" - at `\$\.?([A-Za-z_]*)[^`]*`$")
+NOTHING_MORE: Final[Mapping[str, Raw]] = {}
 _NULL: Final = b"null"
 _FALSE: Final = Raw(b"false")
 _ONE: Final = Raw(b"1")
 _INCLUDE_USAGE: Final = Raw(b'{"include_usage":true}')
 _CONTINUOUS_USAGE: Final = Raw(b'{"include_usage":true,"continuous_usage_stats":true}')
-# What vLLM's NIXL connector expects of the leg that computes the prompt's KV for somebody else.
-_REMOTE_DECODE: Final = Raw(
-    b'{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,'
-    b'"remote_block_ids":null,"remote_host":null,"remote_port":null}'
-)
+_TRUE: Final = Raw(b"true")
+# What shapes an answer's length or tells of it, and is of no use to an engine that gives one token. All other
+# members stay, so that the first engine refuses what the second one would, before it holds any KV.
+_NOT_FOR_PREFILL: Final = (
+    "stream_options", "min_tokens", "n", "best_of", "stop", "stop_token_ids",
+    "include_stop_str_in_output", "logprobs", "top_logprobs", "prompt_logprobs", "echo",
+)  # fmt: skip
 
 
 class Body:
@@ -219,9 +223,26 @@ class Body:
             self.sequences = prompts * each
 
     def for_engine(
-        self, completion_tokens_max: int, cache_salt: str, transfer: Raw | None = None
+        self,
+        completion_tokens_max: int,
+        cache_salt: str | None,
+        transfer: Raw | None = None,
+        more: Mapping[str, Raw] = NOTHING_MORE,
     ) -> bytes:
-        """The body for an engine that answers the call: whole, or with KV that `transfer` names."""
+        """The body for an engine that answers the call: whole, or with KV that `transfer` names.
+
+        `more` is asked of the engine beside what the client asks. No `cache_salt` at all goes to an engine
+        that knows none.
+        """
+        members = self.engine_members(completion_tokens_max, cache_salt)
+        if transfer is not None:
+            members["kv_transfer_params"] = transfer
+        if more:
+            members |= more
+        return _encode(members)
+
+    def engine_members(self, completion_tokens_max: int, cache_salt: str | None) -> dict[str, Raw]:
+        """Members of the body for an engine that answers the call."""
         members = self._bounded(completion_tokens_max, cache_salt)
         if self.is_stream:
             options = self.read.stream_options
@@ -231,21 +252,25 @@ class Body:
             )
         else:
             members.pop("stream_options", None)
-        if transfer is not None:
-            members["kv_transfer_params"] = transfer
-        return _encode(members)
+        return members
 
-    def for_prefill(self, cache_salt: str) -> bytes:
-        """The body for an engine that computes the KV and hands it over: one token, no stream."""
+    def for_prefill(self, cache_salt: str | None, asked: Raw | None) -> bytes:
+        """The body for an engine that computes the KV and hands it over: one token, no stream.
+
+        `asked` is the connector's word to that engine, None where it needs none. The answer ends at its
+        length and by nothing else, for only then KV is held by every connector.
+        """
         members = self._bounded(1, cache_salt)
         members["stream"] = _FALSE
         members["max_tokens"] = _ONE
-        members.pop("stream_options", None)
-        members.pop("min_tokens", None)
-        members["kv_transfer_params"] = _REMOTE_DECODE
+        members["ignore_eos"] = _TRUE
+        for name in _NOT_FOR_PREFILL:
+            members.pop(name, None)
+        if asked is not None:
+            members["kv_transfer_params"] = asked
         return _encode(members)
 
-    def _bounded(self, completion_tokens_max: int, cache_salt: str) -> dict[str, Raw]:
+    def _bounded(self, completion_tokens_max: int, cache_salt: str | None) -> dict[str, Raw]:
         members = self.members.copy()
         limit = Raw(b"%d" % completion_tokens_max)
         if "max_completion_tokens" in members:
@@ -256,10 +281,11 @@ class Body:
         least = self.read.min_tokens
         if least is not None and least > completion_tokens_max:
             members["min_tokens"] = limit
-        own = self.read.cache_salt
-        salt = f"{cache_salt}.{own}" if own else cache_salt
-        if salt:
-            members["cache_salt"] = Raw(_encode(salt))
+        if cache_salt is not None:
+            own = self.read.cache_salt
+            salt = f"{cache_salt}.{own}" if own else cache_salt
+            if salt:
+                members["cache_salt"] = Raw(_encode(salt))
         return members
 
 

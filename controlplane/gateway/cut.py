@@ -1,5 +1,6 @@
 """How a stream ends that was cut: a last chunk that says so, usage when it was asked for, `[DONE]`."""
 
+from collections.abc import Mapping
 from typing import Any, Final
 
 import msgspec
@@ -25,16 +26,21 @@ def ending(
     is_chat: bool,
     unfinished: tuple[int, ...],
     usage: Usage | None,
+    held: Mapping[int, str],
 ) -> bytes:
     """The events after `last_piece`, the last that was relayed.
 
-    Every answer in `unfinished` ends as if at its token limit; why it does is told to whoever reads the
-    comments. `usage` None: it was not asked for.
+    Every answer in `unfinished` ends as if at its token limit, with the text that is `held` back of it; why
+    it does is told to whoever reads the comments. `usage` None: it was not asked for.
     """
     chunk = _same_members(last_piece)
-    output: dict[str, Any] = {"delta": {}} if is_chat else {"text": ""}
     chunk["choices"] = [
-        {"index": index, **output, "logprobs": None, "finish_reason": "length"}
+        {
+            "index": index,
+            **_output(held.get(index, ""), is_chat=is_chat),
+            "logprobs": None,
+            "finish_reason": "length",
+        }
         for index in unfinished
     ]
     events = [chunk]
@@ -49,6 +55,12 @@ def ending(
     return b"".join(
         (comment, *(b"data: " + _encode(event) + b"\n\n" for event in events), DONE_EVENT)
     )
+
+
+def _output(text: str, *, is_chat: bool) -> dict[str, Any]:
+    if is_chat:
+        return {"delta": {"content": text} if text else {}}
+    return {"text": text}
 
 
 def _same_members(piece: bytes) -> dict[str, Any]:

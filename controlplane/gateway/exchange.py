@@ -12,21 +12,31 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 from msgspec import Raw
 
-from controlplane.domain.decision import Reason, Refuse
+from controlplane.domain.decision import Placement, Reason, Refuse
 from controlplane.domain.fleet import EngineRow
 from controlplane.domain.outcome import AttemptOutcome, RequestState, Usage
 from controlplane.gateway import cut, legs, usage
 from controlplane.gateway.answer_heads import Lines, ticket_lines
-from controlplane.gateway.body import Body
+from controlplane.gateway.body import NOTHING_MORE, Body
 from controlplane.gateway.counting import count_answer
 from controlplane.gateway.heartbeat import STREAM_HEAD
 from controlplane.gateway.relay import Tap
-from controlplane.gateway.upstream import Connection, Upstream, UpstreamError
+from controlplane.gateway.resume import Resume, ResumeClass, settled_by
+from controlplane.gateway.resume_record import Space
+from controlplane.gateway.resume_splice import Continuation, Splice
+from controlplane.gateway.upstream import (
+    Connection,
+    LeavingError,
+    SilentError,
+    Upstream,
+    UpstreamError,
+)
 from controlplane.runtime.call import Call, Ticket, monotonic_ms
 from controlplane.telemetry.metrics import Metrics
 from controlplane.telemetry.tracing import Stage, TraceContext, Tracing
-from controlplane.wire.openai import Answer
+from controlplane.wire.openai import Answer, Detokenized
 from controlplane.wire.outcomes import OUTCOMES, envelope, error_response, stream_error_event
+from dataplane.protocol.messages import Feature
 
 if TYPE_CHECKING:
     from controlplane.runtime.admit import Gate
@@ -42,6 +52,11 @@ WHOLE_S_MAX: Final = 600.0
 BACKPRESSURE_RETRY_MS: Final = 1_000
 # Bytes per token of an answer that came without usage.
 BYTES_PER_TOKEN: Final = 4
+
+DETOKENIZE_PATH: Final = b"/detokenize"
+DETOKENIZE_S_MAX: Final = 2.0
+# Tokens at the end of a chunk that an engine may hold back: a character has at most four bytes.
+HELD_TOKENS_MAX: Final = 4
 
 _EVENT_STREAM: Final = b"text/event-stream"
 _HELD_KV: Final = b'"kv_transfer_params":{'
@@ -71,9 +86,10 @@ class Exchange:
 
     __slots__ = (
         "_asked", "_attempt_stages", "_body", "_cached_by_prefill", "_call", "_extra_head", "_gate",
-        "_has_engine_worked", "_is_at_limit", "_is_client_gone", "_is_head_sent", "_is_started",
-        "_last_token_ms", "_metrics", "_path", "_reason", "_send", "_tap", "_ticket", "_trace",
-        "_tracing", "_ttft_ms", "_upstream", "_usage", "has_answered", "state",
+        "_has_engine_worked", "_held", "_is_at_limit", "_is_client_gone", "_is_head_sent", "_is_left",
+        "_is_moved", "_is_started", "_last_token_ms", "_lost_ms", "_metrics", "_path", "_reason", "_resume",
+        "_send", "_tap", "_ticket", "_trace", "_tracing", "_ttft_ms", "_upstream", "_usage",
+        "has_answered", "state",
     )  # fmt: skip
 
     def __init__(
@@ -92,8 +108,12 @@ class Exchange:
         is_client_gone: Callable[[], bool],
         is_head_sent: bool = False,
         extra_head: Lines | None = None,
+        space: Space,
     ) -> None:
-        """`is_head_sent`: the stream was opened while the call waited. `extra_head`: further headers."""
+        """`is_head_sent`: the stream was opened while the call waited. `extra_head`: further headers.
+
+        `space` is where records of streams lie.
+        """
         self._gate = gate
         self._upstream = upstream
         self._metrics = metrics
@@ -102,6 +122,10 @@ class Exchange:
         self._call = call
         body.serve_as(ticket.model.name, ticket.n)
         self._body = body
+        self._resume = Resume(body, space, ticket.completion_tokens_max) if body.is_stream else None
+        # Engines after the first have been asked, the last one was left behind, and when it was lost.
+        self._is_moved = self._is_left = False
+        self._lost_ms = 0.0
         self._path = path
         self._send = send
         self._trace = trace
@@ -117,6 +141,8 @@ class Exchange:
         self._attempt_stages: list[Stage] = []
         self._tap: Tap | None = None
         self._cached_by_prefill: int | None = None
+        # KV of an attempt whose decode engine could not be reached.
+        self._held: legs.Prefilled | None = None
         self._ttft_ms: float | None = None
         self._last_token_ms = 0.0
         self.state = RequestState.FAILED
@@ -159,6 +185,7 @@ class Exchange:
         finally:
             self._metrics.in_flight.add(model, -1)
             self._settle()
+            self._abandoned()
 
     # ------------------------------------------------------------ attempts
 
@@ -167,69 +194,203 @@ class Exchange:
             failure = await self._attempt()
             if failure is None:
                 return
-            self._metrics.upstream_errors.add((failure.row.engine_id, failure.outcome))
-            if not self._is_started and self._gate.retry(
-                self._ticket, failure.row, failure.outcome, failure.detail
-            ):
+            if failure.outcome is AttemptOutcome.OK:
+                # Some of several answers want more than the others: the same engine is asked again.
+                self._ticket.attempt += 1
+                continue
+            if failure.outcome is not AttemptOutcome.CANCELLED:
+                self._metrics.upstream_errors.add((failure.row.engine_id, failure.outcome))
+            if self._is_started and await self._end_here():
+                return
+            if self._is_left:
+                self._is_left = False
+                continue
+            if self._is_started:
+                if await self._go_on(failure):
+                    continue
+            elif self._gate.retry(self._ticket, failure.row, failure.outcome, failure.detail):
                 self._forget_attempt()
                 continue
             await self._give_up(failure)
             return
 
+    async def _end_here(self) -> bool:
+        """End a stream of which nothing was lost but its end. False: more than that was."""
+        resume = self._resume
+        if resume is None or not resume.settle():
+            return False
+        used = self._used()
+        ending = resume.ending(used)
+        if ending is None:
+            return False
+        self._last_token_ms = monotonic_ms()
+        self.state, self._reason, self._usage = RequestState.SUCCEEDED, None, used
+        self._metrics.stream_resumes.add((str(resume.resume_class), "ended"))
+        await self._send_piece(ending, is_last=True)
+        self.has_answered = True
+        return True
+
+    async def _go_on(self, failure: Failure) -> bool:
+        """Let another engine go on with a stream whose engine was lost; False: it ends here."""
+        resume, tap = self._resume, self._tap
+        assert resume is not None
+        assert tap is not None
+        label = str(resume.resume_class)
+        if not self._lost_ms:
+            self._lost_ms = monotonic_ms()
+        self._upstream.suspect(self._ticket.decode_url)
+        if isinstance(tap, Splice) and tap.is_diverged:
+            self._metrics.stream_resumes.add((label, "diverged"))
+            return False
+        if not resume.can_go_on():
+            self._metrics.stream_resumes.add((label, "not_possible"))
+            return False
+        self._keep_from_lacking(resume)
+        is_placed = await self._gate.resume(self._ticket, failure.row)
+        if not is_placed or self._is_lacking(resume):
+            self._metrics.stream_resumes.add((label, "no_engine"))
+            return False
+        resume.resumes += 1
+        self._is_moved = True
+        return True
+
+    def _keep_from_lacking(self, resume: Resume) -> None:
+        """Let no engine that tells no token ids be asked to go on by token ids."""
+        if resume.resume_class.needs_ids:
+            self._gate.leave_out(self._ticket, Feature.TOKEN_IDS)
+
+    def _is_lacking(self, resume: Resume) -> bool:
+        """Whether the stream was given to an engine that came up meanwhile and lacks token ids."""
+        row = self._ticket.placement.decode
+        return resume.resume_class.needs_ids and Feature.TOKEN_IDS in row.lacks
+
     async def _attempt(self) -> Failure | None:
         """Ask the engines of the current placement; None when the client has its answer."""
-        ticket, body = self._ticket, self._body
+        ticket, body, resume = self._ticket, self._body, self._resume
         placement = ticket.placement
         row = placement.decode
-        headers = self._engine_headers()
-        transfer: Raw | None = None
-        if placement.prefill is not None and ticket.prefill_url is not None:
-            transfer = await self._prefill(placement.prefill, headers)
-        leg = "whole" if transfer is None else "decode"
-        engine_body = body.for_engine(ticket.completion_tokens_max, ticket.cache_salt, transfer)
+        path = self._path
+        cache_salt = _salt_for(ticket, row)
+        held: legs.Prefilled | None = None
+        if self._is_moved:
+            assert resume is not None
+            leg = str(resume.resume_class)
+            headers = self._engine_headers(None)
+            failure = await self._make_sure(resume, row, headers)
+            if failure is not None:
+                return failure
+            path, engine_body = resume.next_request(path, cache_salt)
+        else:
+            if resume is not None and Feature.TOKEN_IDS in row.lacks:
+                resume.go_without_ids()
+            held = await self._prefill()
+            leg = "whole" if held is None else "decode"
+            headers = self._engine_headers(None if held is None else held.request_id)
+            engine_body = body.for_engine(
+                ticket.completion_tokens_max,
+                cache_salt,
+                None if held is None else held.transfer,
+                NOTHING_MORE if resume is None else resume.engine_members,
+            )
+        is_fetching_kv = held is not None and held.is_fetched
+        first_token_s_max = legs.FETCH_S_MAX if is_fetching_kv else FIRST_TOKEN_S_MAX
         self._begin(row, leg)
         try:
             connection = await self._upstream.post(
                 ticket.decode_url,
-                self._path,
+                path,
                 headers,
                 engine_body,
-                deadline=self._deadline(FIRST_TOKEN_S_MAX if body.is_stream else WHOLE_S_MAX),
-                is_fetching_kv=transfer is not None,
+                deadline=self._deadline(first_token_s_max if body.is_stream else WHOLE_S_MAX),
+                is_fetching_kv=is_fetching_kv,
             )
         except UpstreamError as error:
+            # KV that nobody has asked for yet can still be fetched, by another engine.
+            self._held = held if error.is_unsent else None
             return self._failed(row, error.outcome, error.detail)
         outcome = legs.outcome_of(connection.status)
         if outcome is not AttemptOutcome.OK:
             return await self._refused_by_engine(row, connection, outcome)
         self._has_engine_worked = True
         if body.is_stream:
-            return await self._relay(row, connection, is_fetching_kv=transfer is not None)
+            return await self._relay(row, connection, is_fetching_kv=is_fetching_kv)
         return await self._answer_whole(row, connection)
 
-    async def _prefill(self, row: EngineRow, headers: bytes) -> Raw | None:
-        """The KV to fetch, or None: then the decode engine computes the prompt itself."""
+    async def _make_sure(self, resume: Resume, row: EngineRow, headers: bytes) -> Failure | None:
+        """Ask how far the text of the last tokens was heard, where a stream can not tell."""
+        for strand in resume.unsure():
+            self._begin(row, "detokenize")
+            for _ in range(HELD_TOKENS_MAX):
+                body = _encode({"model": self._ticket.model.name, "tokens": strand.unsure})
+                try:
+                    connection = await self._upstream.post(
+                        self._ticket.decode_url,
+                        DETOKENIZE_PATH,
+                        headers,
+                        body,
+                        deadline=self._deadline(DETOKENIZE_S_MAX),
+                    )
+                    text = _detokenized(await connection.read())
+                except UpstreamError as error:
+                    return self._failed(row, error.outcome, error.detail)
+                connection.release()
+                if text is None:
+                    return self._failed(row, AttemptOutcome.SERVER_ERROR, "no text of tokens")
+                if settled_by(strand, text):
+                    break
+            else:
+                return self._failed(row, AttemptOutcome.SERVER_ERROR, "another text of tokens")
+            self._ended(AttemptOutcome.OK)
+        return None
+
+    async def _prefill(self) -> legs.Prefilled | None:
+        """KV that the decode engine can get, or None: then that one computes the prompt itself."""
         ticket = self._ticket
-        assert ticket.prefill_url is not None
-        self._begin(row, "prefill")
-        filled = await legs.prefill(
-            self._upstream,
-            ticket.prefill_url,
-            self._path,
-            headers,
-            self._body.for_prefill(ticket.cache_salt),
-            deadline=self._deadline(legs.PREFILL_S_MAX),
-        )
-        match filled:
-            case legs.Prefilled(transfer, cached_tokens):
+        held, self._held = self._held, None
+        if (
+            held is not None
+            and monotonic_ms() < held.until_s * 1000.0
+            and self._gate.prefill_kept(ticket, held.row)
+        ):
+            return self._note_prefilled(held)
+        # Of the first engine; what another one is predicted to need teaches nothing and is not told.
+        predicted_ms = ticket.placement.ttft_ms_predicted
+        while ticket.prefill_url is not None and ticket.kv_source is not None:
+            row, source = ticket.placement.prefill, ticket.kv_source
+            assert row is not None
+            request_id = legs.id_of_attempt(ticket.id, ticket.attempt)
+            now_s = monotonic_ms() / 1000.0
+            left_s = None
+            if self._call.deadline_ms is not None:
+                left_s = self._deadline_ms() / 1000.0 - now_s
+            self._begin(row, "prefill")
+            filled = await legs.prefill(
+                self._upstream,
+                row,
+                source,
+                ticket.prefill_url,
+                self._path,
+                self._engine_headers(request_id, is_whole=True),
+                self._body,
+                request_id=request_id,
+                cache_salt=_salt_for(ticket, row),
+                now_s=now_s,
+                deadline_s=now_s + legs.patience_s(source, predicted_ms, left_s),
+            )
+            if isinstance(filled, legs.Prefilled) and monotonic_ms() >= filled.until_s * 1000.0:
+                filled = legs.Unfilled(AttemptOutcome.TIMEOUT, "the lease of the KV has run out")
+            if isinstance(filled, legs.Prefilled):
                 self._ended(AttemptOutcome.OK)
-                self._has_engine_worked = True
-                self._cached_by_prefill = cached_tokens
-                return transfer
-            case legs.Unfilled(outcome, detail):
-                self._ended(outcome, detail)
-                self._metrics.upstream_errors.add((row.engine_id, outcome))
-                return None
+                return self._note_prefilled(filled)
+            self._ended(filled.outcome, filled.detail)
+            self._metrics.upstream_errors.add((row.engine_id, filled.outcome))
+            self._gate.prefill_failed(ticket, row, filled.outcome)
+        return None
+
+    def _note_prefilled(self, held: legs.Prefilled) -> legs.Prefilled:
+        self._has_engine_worked = True
+        self._cached_by_prefill = held.cached_tokens
+        return held
 
     async def _refused_by_engine(
         self, row: EngineRow, connection: Connection, outcome: AttemptOutcome
@@ -263,23 +424,41 @@ class Exchange:
         if not connection.content_type.startswith(_EVENT_STREAM):
             connection.abort()
             return self._failed(row, AttemptOutcome.SERVER_ERROR, "the answer is not a stream")
-        body = self._body
-        tap = self._tap = Tap(hides_usage=not body.asks_usage, answers=body.sequences)
+        resume = self._resume
+        assert resume is not None
+        if self._is_moved:
+            assert self._tap is not None
+            tap = self._tap = resume.next_tap(self._tap.tokens)
+        else:
+            tap = self._tap = resume.first_tap()
         check_at = self._ticket.tokens_check_at
+        if resume.record is not None:
+            connection.expect_steady()
         try:
             while True:
-                data = await connection.next()
+                try:
+                    data = await connection.next()
+                except SilentError as silence:
+                    if self._has_moved(row, silence):
+                        connection.abort()
+                        return Failure(row, silence.outcome, silence.detail)
+                    continue
                 piece = tap.feed(data) if data else tap.end()
                 if self._ttft_ms is None and tap.has_token:
                     self._note_first_token(connection)
+                elif self._lost_ms and piece:
+                    self._note_resumed(connection)
                 if tap.is_done:
-                    connection.release()
+                    if tap.is_cut_short:
+                        connection.abort()
+                    else:
+                        connection.release()
                     break
                 if tap.loss is not None:
                     connection.abort()
                     if piece and self._is_started:
                         await self._send_piece(piece)
-                    return self._failed(row, AttemptOutcome.BROKEN_STREAM, tap.loss)
+                    return self._failed(row, _outcome_of(tap), tap.loss)
                 if piece:
                     if check_at and tap.tokens >= check_at and tap.unfinished:
                         refuse = self._gate.may_continue(self._ticket, tap.tokens)
@@ -310,6 +489,49 @@ class Exchange:
         self.has_answered = True
         return None
 
+    def _has_moved(self, row: EngineRow, silence: SilentError) -> bool:
+        """Leave an engine that fell silent or is drained, if another one can go on, and only then: it may be just
+        slow. A drained one is left only by whoever goes on behind what was delivered, for others would have to
+        begin again.
+        """
+        resume = self._resume
+        assert resume is not None
+        silent_ms = monotonic_ms()
+        is_well = isinstance(silence, LeavingError)
+        if is_well and (not self._is_started or resume.resume_class is not ResumeClass.CONTINUE):
+            return False
+        if self._is_started:
+            if not resume.can_go_on():
+                return False
+            self._keep_from_lacking(resume)
+        placement = self._gate.elsewhere(self._ticket, row)
+        if not isinstance(placement, Placement):
+            return False
+        self._ended(silence.outcome, silence.detail)
+        if not is_well:
+            self._upstream.suspect(self._ticket.decode_url)
+        self._gate.move(self._ticket, placement)
+        self._is_left = True
+        if self._is_started:
+            self._lost_ms = self._lost_ms or silent_ms
+            self._is_moved = True
+            resume.resumes += 1
+        else:
+            self._forget_attempt()
+        return True
+
+    def _note_resumed(self, connection: Connection) -> None:
+        """Another engine has said something new."""
+        resume = self._resume
+        assert resume is not None
+        label = str(resume.resume_class)
+        gap_ms, self._lost_ms = monotonic_ms() - self._lost_ms, 0.0
+        self._metrics.stream_resumes.add((label, "resumed"))
+        self._metrics.resume_gap.observe(gap_ms / 1000.0, (label,))
+        self._metrics.resume_tokens.add((label,), resume.take_repeated())
+        self._gate.goes_on(self._ticket)
+        connection.expect_flow(SILENCE_S_MAX)
+
     async def _cut(self, tap: Tap, piece: bytes, refuse: Refuse) -> None:
         """Money for more is not there: the answer ends after `piece`, as if at its token limit."""
         self._last_token_ms = monotonic_ms()
@@ -322,6 +544,7 @@ class Exchange:
             is_chat=self._body.is_chat,
             unfinished=tap.unfinished,
             usage=self._used() if self._body.asks_usage else None,
+            held=tap.held() if isinstance(tap, Continuation) else {},
         )
         await self._send_piece(piece + ending, is_last=True)
         self.has_answered = True
@@ -399,6 +622,11 @@ class Exchange:
     def _failed(self, row: EngineRow, outcome: AttemptOutcome, detail: str) -> Failure:
         self._ended(outcome, detail)
         return Failure(row, outcome, detail)
+
+    def _abandoned(self) -> None:
+        """Give up what was kept to go on elsewhere."""
+        if self._resume is not None:
+            self._resume.close()
 
     def _forget_attempt(self) -> None:
         """Another engine starts from nothing; nothing of the failed one has reached the client."""
@@ -495,14 +723,23 @@ class Exchange:
             lines += self._extra_head
         return lines
 
-    def _engine_headers(self) -> bytes:
-        """All that an engine is told: nothing of the client's own headers, least of all its key."""
-        accept = b"text/event-stream" if self._body.is_stream else b"application/json"
-        request_id = self._ticket.id.encode()
+    def _engine_headers(self, request_id: str | None, *, is_whole: bool = False) -> bytes:
+        """All that an engine is told: nothing of the client's own headers, least of all its key.
+
+        `request_id`: that of the first leg, where there was one. `is_whole`: no stream is asked for.
+        """
+        is_stream = self._body.is_stream and not is_whole
+        accept = b"text/event-stream" if is_stream else b"application/json"
+        if request_id is None:
+            request_id = legs.id_of_attempt(self._ticket.id, self._ticket.attempt)
         lines = b"content-type: application/json\r\naccept: %s\r\nx-request-id: %s\r\n" % (
             accept,
-            request_id,
+            request_id.encode(),
         )
+        # Engines name it when they tell what they keep in their prefix caches. Prompts that share a call
+        # could not be told apart by it.
+        if self._body.sequences == (self._body.read.n or 1):
+            lines += b"x-session-id: %s\r\n" % self._ticket.id.encode()
         if self._trace is not None:
             lines += b"traceparent: %s\r\n" % self._trace.traceparent()
         return lines
@@ -527,6 +764,9 @@ class Exchange:
         if tap is not None and tap.usage is not None:
             return usage.reported(tap.usage, self._cached_by_prefill)
         if self._has_engine_worked or self.state is RequestState.CANCELLED:
+            counted = None if self._resume is None else self._resume.counted()
+            if counted is not None:
+                return usage.counted(*counted)
             tokens = 0 if tap is None else tap.tokens
             return usage.estimated(self._ticket.request.prompt_tokens, tokens)
         return usage.NOTHING_USED
@@ -564,9 +804,31 @@ class Exchange:
                 "headway.request": self._ticket.id,
                 "headway.outcome": str(self.state),
                 "headway.attempts": self._ticket.attempt + 1,
+                "headway.resumes": 0 if self._resume is None else self._resume.resumes,
             },
             is_error=self.state is RequestState.FAILED,
         )
+
+
+def _salt_for(ticket: Ticket, row: EngineRow) -> str | None:
+    return None if Feature.CACHE_SALT in row.lacks else ticket.cache_salt
+
+
+def _detokenized(answer: bytes) -> str | None:
+    """The text in an engine's answer about tokens."""
+    try:
+        return msgspec.json.decode(answer, type=Detokenized).prompt
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def _outcome_of(tap: Tap) -> AttemptOutcome:
+    """How an engine that did not finish a stream is to be seen: not every time is it to blame."""
+    if isinstance(tap, Continuation) and tap.wants_more:
+        return AttemptOutcome.OK
+    if isinstance(tap, Splice) and tap.is_diverged:
+        return AttemptOutcome.CANCELLED
+    return AttemptOutcome.BROKEN_STREAM
 
 
 def _client_error_body(answer: bytes) -> bytes:

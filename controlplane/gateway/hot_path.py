@@ -26,6 +26,7 @@ from controlplane.gateway.counting import count_answer
 from controlplane.gateway.exchange import Exchange, Send
 from controlplane.gateway.heartbeat import STREAM_HEAD, Heartbeat
 from controlplane.gateway.once import Once
+from controlplane.gateway.resume_record import Space
 from controlplane.gateway.server import LINK, TURN, Link
 from controlplane.gateway.turn import Turn
 from controlplane.gateway.upstream import Upstream
@@ -94,6 +95,8 @@ class HotPath:
         self._tracing = tracing
         self._once = None if idempotency is None else Once(idempotency, metrics)
         self._cached = CachedAnswers()
+        self._space = Space()
+        metrics.resume_bytes.watch(lambda: {(): self._space.taken})
         metrics.cache_bytes.watch(lambda: {(): self._cached.cache.bytes})
         self._started_s = int(time.time())
 
@@ -215,6 +218,7 @@ class HotPath:
             is_client_gone=_never if link is None else link.has_gone,
             is_head_sent=heartbeat is not None and heartbeat.is_open,
             extra_head=extra_head,
+            space=self._space,
         )
         await exchange.run()
         return exchange

@@ -2,11 +2,12 @@
 
 Bytes pass unchanged except for these: usage that the client did not ask for is taken out, events
 before the first token are held back (so that until then another engine can take over), what tells of
-a loss is never passed on, and the blank line after an event is always two LF.
+a loss is never passed on, the blank line after an event is always two LF, and a record that wants to see
+the events decides what the client sees of token ids.
 """
 
 import re
-from typing import Final
+from typing import Final, Protocol
 
 import msgspec
 from msgspec import Raw
@@ -17,7 +18,9 @@ from controlplane.wire.openai import Chunk, UsageWire
 EVENT_BYTES_MAX: Final = 4 * 1024 * 1024
 DONE_EVENT: Final = b"data: [DONE]\n\n"
 
-_BLANK: Final = b"\n\n"
+NOT_A_CHUNK: Final = "the engine sent an event that is not a chunk"
+
+BLANK: Final = b"\n\n"
 _BOUNDARY = re.compile(rb"\r?\n\r?\n")
 _LINE = re.compile(rb"\r?\n")
 _NULL_USAGE = re.compile(rb',\s*"usage"\s*:\s*null(?=\s*[,}])')
@@ -27,7 +30,8 @@ _USAGE: Final = b'"usage"'
 _DONE: Final = b"[DONE]"
 # Values of `delta` and `text` that bring no token.
 _EMPTY: Final = frozenset({b'""', b"null", b"[]", b"{}"})
-_ABORT: Final = "abort"
+# What vLLM says of an answer that it gave up; anything else is a way to end well.
+LOST_REASONS: Final = frozenset({"abort", "error"})
 _LENGTH: Final = "length"
 _NULL: Final = b"null"
 
@@ -51,6 +55,12 @@ class _Endings(msgspec.Struct, frozen=True):
 _endings = msgspec.json.Decoder(_Endings).decode
 
 
+class Keeps(Protocol):
+    """Is given all events of a stream, whole, and says what the client gets of them."""
+
+    def add(self, events: bytes) -> bytes: ...
+
+
 class Tap:
     """Fed with an engine's bytes in any pieces; gives back what the client gets.
 
@@ -60,13 +70,16 @@ class Tap:
     """
 
     __slots__ = (
-        "_answers", "_ended", "_held", "_held_bytes", "_hides_usage", "_tail", "finished",
-        "has_token", "is_at_limit", "is_done", "loss", "tokens", "usage",
+        "_answers", "_ended", "_held", "_held_bytes", "_hides_usage", "_is_plain", "_keep", "_tail",
+        "finished", "has_token", "is_at_limit", "is_cut_short", "is_done", "loss", "tokens", "usage",
     )  # fmt: skip
 
-    def __init__(self, *, hides_usage: bool, answers: int = 1) -> None:
+    def __init__(self, *, hides_usage: bool, answers: int = 1, record: Keeps | None = None) -> None:
         self._hides_usage = hides_usage
         self._answers = answers
+        self._keep = None if record is None else record.add
+        # Plain tokens pass without a look at each of them.
+        self._is_plain = False
         self._tail = b""
         self._held: list[bytes] = []
         self._held_bytes = 0
@@ -76,6 +89,8 @@ class Tap:
         self.has_token = False
         self.is_at_limit = False
         self.is_done = False
+        # The engine would go on, and is not needed any more.
+        self.is_cut_short = False
         self.loss: str | None = None
         self.tokens = 0
         self.usage: UsageWire | None = None
@@ -98,9 +113,8 @@ class Tap:
         # escaped, so no text can look like these members. With several answers an event might hold
         # two of them, and counting would not tell; nor where events end in CRLF.
         if (
-            self.has_token
+            self._is_plain
             and not self._tail
-            and self._answers == 1
             and data.endswith(b"\n\n")
             and data.count(_NO_FINISH) == (events := data.count(b"\n\n"))
             and _USAGE not in data
@@ -109,7 +123,7 @@ class Tap:
             and not self.is_done
         ):
             self.tokens += events
-            return data
+            return data if self._keep is None else self._keep(data)
         return self._inspect(data)
 
     def end(self) -> bytes:
@@ -128,19 +142,18 @@ class Tap:
             data = self._tail + data
             self._tail = b""
         passed: list[bytes] = []
-        *events, tail = _BOUNDARY.split(data) if b"\r" in data else data.split(_BLANK)
-        is_single = self._answers == 1
+        *events, tail = _BOUNDARY.split(data) if b"\r" in data else data.split(BLANK)
         for event in events:
             if (
-                self.has_token
-                and is_single
+                self._is_plain
                 and _NO_FINISH in event
                 and _USAGE not in event
                 and event.startswith(_DATA)
             ):
                 # A plain token among others, as above.
                 self.tokens += 1
-                passed.append(event + _BLANK)
+                whole = event + BLANK
+                passed.append(whole if self._keep is None else self._keep(whole))
                 continue
             shown = self._event(event)
             if shown:
@@ -166,26 +179,37 @@ class Tap:
         self._held_bytes = 0
         return held
 
+    def _done(self, event: bytes) -> bytes:
+        """`[DONE]`, which an engine sends after an error as well."""
+        if not self.is_finished:
+            self.loss = "the stream ended before its answer"
+            return b""
+        self.is_done = True
+        return event + BLANK
+
+    def _is_lost(self, error: Raw, reasons: list[str | None]) -> bool:
+        """Whether the error or the reasons of a chunk say that its engine gave up."""
+        if bytes(error) != _NULL:
+            self.loss = _words_of(error)
+        elif not LOST_REASONS.isdisjoint(reasons):
+            self.loss = "the engine aborted the answer"
+        return self.loss is not None
+
     def _event(self, event: bytes) -> bytes:
         """One whole event; what the client gets of it."""
-        payload = _payload(event)
+        payload = payload_of(event)
         if payload is None:
-            return event + _BLANK
+            return event + BLANK
         if payload == _DONE:
-            self.is_done = True
-            return event + _BLANK
+            return self._done(event)
         try:
             chunk = _decode(payload)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            self.loss = "the engine sent an event that is not a chunk"
+            self.loss = NOT_A_CHUNK
             return b""
-        if bytes(chunk.error) != _NULL:
-            self.loss = _words_of(chunk.error)
+        if self._is_lost(chunk.error, [choice.finish_reason for choice in chunk.choices]):
             return b""
         for choice in chunk.choices:
-            if choice.finish_reason == _ABORT:
-                self.loss = "the engine aborted the answer"
-                return b""
             if choice.finish_reason is not None:
                 self.finished += 1
                 self.is_at_limit = self.is_at_limit or choice.finish_reason == _LENGTH
@@ -195,22 +219,26 @@ class Tap:
                     }
         if chunk.choices and _has_output(chunk):
             self.has_token = True
+            self._is_plain = self._answers == 1
             self.tokens += 1
+        if self._keep is not None:
+            event = self._keep(event + BLANK)[: -len(BLANK)]
+            payload = payload_of(event) or payload
         if chunk.usage is not None:
             # The last report counts; each one is the total so far.
             self.usage = chunk.usage
         if not self._hides_usage or _USAGE not in payload:
-            return event + _BLANK
+            return event + BLANK
         if chunk.usage is None:
-            return _NULL_USAGE.sub(b"", event) + _BLANK
+            return _NULL_USAGE.sub(b"", event) + BLANK
         if not chunk.choices:
             return b""
         members = _index(payload)
         members.pop("usage", None)
-        return b"data: " + _encode(members) + _BLANK
+        return b"data: " + _encode(members) + BLANK
 
 
-def _payload(event: bytes) -> bytes | None:
+def payload_of(event: bytes) -> bytes | None:
     """The data of an event, None for a comment or an event without any."""
     if b"\n" not in event:
         return event[5:].strip() if event.startswith(b"data:") else None

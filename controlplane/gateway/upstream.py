@@ -5,9 +5,10 @@ outcome that breakers understand.
 """
 
 import asyncio
+import time
 from asyncio import AbstractEventLoop, Future, Transport
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
 import httptools
@@ -28,8 +29,21 @@ BUFFER_BYTES_HIGH: Final = 256 * 1024
 # After its last byte that matters, how long an answer may take to end and keep its connection.
 TAIL_S_MAX: Final = 5.0
 COPY_BYTES_MAX: Final = 64 * 1024
+# A transfer of KV is over by then: vLLM gives up on an engine that does not answer after 5 s.
+ABORT_DEFERRED_S_MAX: Final = 10.0
+# A stream is silent after this many of its own mean gaps, and not sooner than this.
+SILENT_GAPS: Final = 20
+SILENT_S_MIN: Final = 1.0
+# So long a silence makes one look at the engine's port; it is enough once the port refuses.
+SUSPECT_S: Final = 0.25
+KNOCK_S_MAX: Final = 1.0
 
-Address = tuple[str, int]
+# Streams of an engine that is drained have so long to end there before they go on elsewhere: what is nearly
+# done need not be computed again.
+LEAVE_AFTER_S: Final = 2.0
+
+# Host and port, and whole header lines that every request there carries.
+Address = tuple[str, int] | tuple[str, int, bytes]
 
 _NO_BODY_BELOW: Final = 200
 
@@ -41,24 +55,91 @@ class UpstreamError(HeadwayError):
         super().__init__(detail)
         self.outcome = outcome
         self.detail = detail
+        # Not a byte of the call can have reached an engine.
+        self.is_unsent = False
 
 
-@dataclass(frozen=True, slots=True)
+class SilentError(UpstreamError):
+    """An engine that was saying something says nothing any more. The connection can be read on."""
+
+
+class LeavingError(SilentError):
+    """The engine is well and is to be left. The connection can be read on."""
+
+
+@dataclass(slots=True)
 class _Pool:
+    """`flowing` are streams whose silence is watched; `is_refusing`: the port took no connection lately."""
+
     address: Address
     host_header: bytes
     idle: "deque[Connection]"
+    flowing: "set[Connection]" = field(default_factory=set)
+    is_refusing: bool = False
+    knocking: "asyncio.Task[None] | None" = None
+
+    def knock(self) -> None:
+        """See whether the engine still takes connections, unless that is being seen already."""
+        if self.knocking is None:
+            self.knocking = asyncio.get_running_loop().create_task(self._knock())
+
+    async def _knock(self) -> None:
+        try:
+            async with asyncio.timeout(KNOCK_S_MAX):
+                _, writer = await asyncio.open_connection(self.address[0], self.address[1])
+            writer.close()
+            self.is_refusing = False
+        except TimeoutError:
+            self.is_refusing = False
+        except OSError:
+            self.is_refusing = True
+        finally:
+            self.knocking = None
+        if self.is_refusing:
+            now = time.monotonic()
+            for connection in tuple(self.flowing):
+                connection.look(now)
 
 
 class Connection(asyncio.Protocol):
     """One connection, and the one exchange on it at a time."""
 
     __slots__ = (
-        "_buffered", "_chunks", "_content_length", "_deadline", "_failure", "_head_bytes",
-        "_headers", "_idle_since", "_is_closed", "_is_closing_on_byte", "_is_complete",
-        "_is_keep_alive", "_is_paused", "_is_released", "_loop", "_parser", "_pool", "_received",
-        "_silence_s", "_sweeper", "_timeout_words", "_transport", "_waiter", "content_type",
-        "has_head", "retry_after_ms", "status",
+        "_buffered",
+        "_chunks",
+        "_content_length",
+        "_deadline",
+        "_failure",
+        "_has_body",
+        "_head_bytes",
+        "_headers",
+        "_idle_since",
+        "_is_closed",
+        "_is_closing_on_byte",
+        "_is_complete",
+        "_is_fetching_kv",
+        "_is_keep_alive",
+        "_is_leaving",
+        "_is_paused",
+        "_is_released",
+        "_is_silent",
+        "_loop",
+        "_parser",
+        "_pieces",
+        "_pieces_looked",
+        "_pieces_since_s",
+        "_pool",
+        "_quiet_since_s",
+        "_received",
+        "_silence_s",
+        "_sweeper",
+        "_timeout_words",
+        "_transport",
+        "_waiter",
+        "content_type",
+        "has_head",
+        "retry_after_ms",
+        "status",
     )  # fmt: skip
 
     def __init__(self, loop: AbstractEventLoop, sweeper: Sweeper, pool: _Pool) -> None:
@@ -77,11 +158,17 @@ class Connection(asyncio.Protocol):
         self._idle_since = 0.0
         self._deadline = 0.0
         self._silence_s = 0.0
+        # What arrived since the flow is watched: pieces, those at the last look, and when it last grew.
+        self._pieces = self._pieces_looked = 0
+        self._pieces_since_s = self._quiet_since_s = 0.0
+        self._is_silent = self._is_leaving = False
         self._timeout_words = ""
         self._failure: UpstreamError | None = None
+        self._has_body = False
         self._is_closed = False
         self._is_closing_on_byte = False
         self._is_complete = True
+        self._is_fetching_kv = False
         self._is_keep_alive = True
         self._is_paused = False
         self._is_released = True
@@ -92,15 +179,20 @@ class Connection(asyncio.Protocol):
 
     # ------------------------------------------------------------ as an exchange's owner sees it
 
-    def begin(self, request: tuple[bytes, ...], deadline: float) -> None:
-        """Send a request. By `deadline` (monotonic seconds) its head and first byte must arrive."""
+    def begin(
+        self, request: tuple[bytes, ...], deadline: float, *, is_fetching_kv: bool = False
+    ) -> None:
+        """Send a request. By `deadline` (monotonic seconds) its head and first byte must arrive.
+
+        With `is_fetching_kv`, one that is late is hung up as by `abort_after_first_byte`.
+        """
         assert self._transport is not None
         self._chunks.clear()
         self._buffered = self._received = self._headers = self._head_bytes = 0
         self._content_length = -1
         self._failure = None
         self._is_complete = self._is_keep_alive = self._is_released = False
-        self._is_closing_on_byte = False
+        self._is_closing_on_byte = self._has_body = False
         self.has_head = False
         self.status = 0
         self.content_type = b""
@@ -108,6 +200,7 @@ class Connection(asyncio.Protocol):
         self._deadline = deadline
         self._silence_s = 0.0
         self._timeout_words = "no answer in time"
+        self._is_fetching_kv = is_fetching_kv
         if len(request) == 1:
             self._transport.write(request[0])
         else:
@@ -128,7 +221,13 @@ class Connection(asyncio.Protocol):
         while not self._chunks:
             if self._is_complete:
                 return b""
+            if self._is_leaving:
+                self._is_leaving = False
+                raise LeavingError(AttemptOutcome.CANCELLED, "the engine is drained")
             await self._wait()
+            if self._is_silent and not self._chunks:
+                self._is_silent = False
+                raise SilentError(AttemptOutcome.TIMEOUT, "the engine fell silent")
         chunks = self._chunks
         data = chunks[0] if len(chunks) == 1 else b"".join(chunks)
         chunks.clear()
@@ -159,11 +258,53 @@ class Connection(asyncio.Protocol):
         self._timeout_words = f"nothing arrived for {silence_s:g} s"
         self._deadline = self._sweeper.now + silence_s + self._sweeper.period_s
 
+    def expect_steady(self) -> None:
+        """From now on, `next` raises SilentError when the answer stops flowing as it did so far.
+
+        An answer that has not begun is late only when its engine's port refuses.
+        """
+        self._pieces = self._pieces_looked = 1 if self._chunks else 0
+        self._pieces_since_s = self._quiet_since_s = time.monotonic()
+        self._pool.flowing.add(self)
+        self._sweeper.looked.add(self)
+
+    def leave(self) -> None:
+        """Let `next` raise LeavingError once, if the answer is still on its way."""
+        self._is_leaving = True
+        self._wake()
+
+    def look(self, now: float) -> None:
+        """Whether nothing has come for longer than is usual. A reader that is not waiting is the slow one."""
+        pieces = self._pieces
+        if pieces != self._pieces_looked or self._is_paused or self._waiter is None:
+            self.pardon(now)
+            return
+        quiet_s = now - self._quiet_since_s
+        if quiet_s < SUSPECT_S:
+            return
+        usual_s = SILENT_S_MIN
+        if pieces:
+            usual_s = SILENT_GAPS * (self._quiet_since_s - self._pieces_since_s) / pieces
+        if quiet_s < usual_s:
+            return
+        if self._pool.is_refusing or (pieces and quiet_s >= SILENT_S_MIN):
+            self._quiet_since_s = now
+            self._is_silent = True
+            self._wake()
+        else:
+            self._pool.knock()
+
+    def pardon(self, now: float) -> None:
+        """Count silence from now on."""
+        self._pieces_looked = self._pieces
+        self._quiet_since_s = now
+
     def release(self) -> None:
         """The owner needs no more. A complete answer's connection is kept for the next call."""
         if self._is_released:
             return
         self._is_released = True
+        self._unwatch()
         if self._is_complete:
             self._keep()
             return
@@ -181,14 +322,19 @@ class Connection(asyncio.Protocol):
         self.shut()
 
     def abort_after_first_byte(self) -> None:
-        """Hang up when the answer begins: no engine may lose a call while it fetches KV for it."""
+        """Hang up when the answer's body begins: no engine may lose a call while it fetches KV for it.
+
+        The head says nothing: engines send it before they have computed a token. After ABORT_DEFERRED_S_MAX
+        no transfer is under way any more, whatever the answer, and it is hung up.
+        """
         if self._is_released:
             return
         self._is_released = True
-        if self._received:
+        if self._has_body:
             self.shut()
             return
         self._is_closing_on_byte = True
+        self._deadline = self._sweeper.now + ABORT_DEFERRED_S_MAX
 
     def shut(self) -> None:
         """Close whatever state it is in."""
@@ -221,10 +367,8 @@ class Connection(asyncio.Protocol):
             self._is_keep_alive = False
             self.shut()
             return
-        if self._is_closing_on_byte:
-            self.shut()
-            return
         self._received += len(data)
+        self._pieces += 1
         if not self.has_head:
             self._head_bytes += len(data)
         try:
@@ -291,6 +435,10 @@ class Connection(asyncio.Protocol):
         self.has_head = True
 
     def on_body(self, body: bytes) -> None:
+        self._has_body = True
+        if self._is_closing_on_byte:
+            self.shut()
+            return
         if self._is_released:
             return
         self._chunks.append(body)
@@ -316,6 +464,11 @@ class Connection(asyncio.Protocol):
         if now >= self._deadline and not self._is_paused:
             if self._is_released:
                 self.shut()
+                return
+            if self._is_fetching_kv and not self._has_body:
+                self._failure = UpstreamError(AttemptOutcome.TIMEOUT, self._timeout_words)
+                self.abort_after_first_byte()
+                self._wake()
                 return
             self._fail(AttemptOutcome.TIMEOUT, self._timeout_words)
 
@@ -357,7 +510,14 @@ class Connection(asyncio.Protocol):
         self.shut()
         self._wake()
 
+    def _unwatch(self) -> None:
+        """Nobody reads the answer any more: its silence means nothing."""
+        if self in self._pool.flowing:
+            self._pool.flowing.discard(self)
+            self._sweeper.looked.discard(self)
+
     def _forget(self) -> None:
+        self._unwatch()
         self._sweeper.watched.discard(self)
         if self in self._pool.idle:
             self._pool.idle.remove(self)
@@ -397,6 +557,7 @@ class Upstream:
         )
         # A large body is not copied once more to be sent with its head.
         request = (head + body,) if len(body) < COPY_BYTES_MAX else (head, body)
+        is_sent = False
         while pool.idle:
             connection = pool.idle.pop()
             if not connection.is_usable:
@@ -410,9 +571,32 @@ class Upstream:
                 is_stale = failure.outcome is AttemptOutcome.CONNECT_ERROR
                 if not (is_stale and connection.is_untouched):
                     raise
+                is_sent = True
                 break
-        connection = await self._connect(pool)
+        try:
+            connection = await self._connect(pool)
+        except UpstreamError as failure:
+            failure.is_unsent = not is_sent
+            raise
         return await self._exchange(connection, request, deadline, is_fetching_kv=is_fetching_kv)
+
+    def suspect(self, address: Address) -> None:
+        """A stream of an engine was lost: see at once whether the others are, which can not tell by themselves."""
+        pool = self._pools.get(address)
+        if pool is not None and pool.flowing:
+            pool.knock()
+
+    def flowing(self, address: Address) -> int:
+        """Streams of an engine that could go on elsewhere."""
+        pool = self._pools.get(address)
+        return 0 if pool is None else len(pool.flowing)
+
+    def leave(self, address: Address) -> None:
+        """An engine is drained: streams that can go on elsewhere need not end there."""
+        pool = self._pools.get(address)
+        if pool is not None:
+            for connection in tuple(pool.flowing):
+                connection.leave()
 
     def idle(self, address: Address) -> int:
         """Connections kept open to an engine, ready for a call."""
@@ -423,6 +607,8 @@ class Upstream:
         for pool in self._pools.values():
             while pool.idle:
                 pool.idle.pop().shut()
+            if pool.knocking is not None:
+                pool.knocking.cancel()
 
     async def _exchange(
         self,
@@ -432,7 +618,7 @@ class Upstream:
         *,
         is_fetching_kv: bool,
     ) -> Connection:
-        connection.begin(request, deadline)
+        connection.begin(request, deadline, is_fetching_kv=is_fetching_kv)
         try:
             await connection.head()
         except asyncio.CancelledError:
@@ -452,7 +638,7 @@ class Upstream:
             # Only a new connection pays for a timer of its own.
             async with asyncio.timeout(CONNECT_S_MAX):
                 _, connection = await loop.create_connection(
-                    lambda: Connection(loop, self._sweeper, pool), *pool.address
+                    lambda: Connection(loop, self._sweeper, pool), pool.address[0], pool.address[1]
                 )
         except TimeoutError:
             raise UpstreamError(
@@ -462,13 +648,15 @@ class Upstream:
             raise UpstreamError(
                 AttemptOutcome.CONNECT_ERROR, f"no connection: {error.strerror or error}"
             ) from error
+        pool.is_refusing = False
         return connection
 
 
 def _make_pool(address: Address) -> _Pool:
-    host, port = address
+    host, port = address[0], address[1]
     shown = f"[{host}]" if ":" in host else host
-    return _Pool(address, f"host: {shown}:{port}\r\n".encode(), deque())
+    lines = address[2] if len(address) == 3 else b""  # noqa: PLR2004 - narrows the union
+    return _Pool(address, f"host: {shown}:{port}\r\n".encode() + lines, deque())
 
 
 def _seconds_ms(value: bytes) -> int | None:

@@ -33,3 +33,8 @@ def estimated(prompt_tokens: int, completion_tokens: int) -> Usage:
         completion_tokens=completion_tokens,
         is_estimated=True,
     )
+
+
+def counted(prompt_tokens: int, completion_tokens: int) -> Usage:
+    """What the ids of tokens say of an answer whose engines did not come to report its usage."""
+    return Usage(prompt_tokens, 0, completion_tokens, is_estimated=False)

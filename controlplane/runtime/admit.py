@@ -4,6 +4,7 @@ What is decided and committed is the desk's (`desk.py`); the gate adds the clock
 and who has to wait.
 """
 
+import asyncio
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final, Protocol
@@ -34,8 +35,12 @@ from controlplane.runtime.rulings import PoolView, refusal
 from controlplane.runtime.stream_check import next_check, ruled_out
 from controlplane.runtime.workflow_state import WorkflowStates
 from controlplane.store.journal import AttemptRow, Journal
+from dataplane.protocol.messages import Feature
 from policies.documents import Phase
 from policies.evaluate import Terms, terms_for
+
+# How long a stream that lost its engine waits for a seat on another.
+RESUME_WAIT_S_MAX: Final = 10.0
 
 _UNREADABLE: Final = Refuse(
     Reason.STATE_UNAVAILABLE, "state can not be read at present; try again", 2_000
@@ -53,6 +58,7 @@ class Observer(Protocol):
     def refused(self, call: Call | None, refuse: Refuse) -> None: ...
     def attempted(self, leg: str, outcome: AttemptOutcome) -> None: ...
     def retried(self, *, is_allowed: bool) -> None: ...
+    def prefill_failed(self, model: str, *, is_elsewhere: bool) -> None: ...
 
 
 class Gate:
@@ -127,12 +133,14 @@ class Gate:
         bundle = self.policies.policy_for(principal.tenant.id).bundle
         return [
             model
-            for name, model in sorted(self.fleet.catalog.models.items())
+            for name, model in sorted(
+                {**self.fleet.catalog.models, **self.fleet.catalog.adapters}.items()
+            )
             if terms_for(bundle, principal.tenant, name, Scope.CHAT).is_allowed
         ]
 
     def knows_model(self, name: str) -> Model | None:
-        return self.fleet.catalog.models.get(ModelName(name))
+        return self.fleet.catalog.served(ModelName(name))
 
     async def authenticate(self, plain_key: bytes) -> Principal | None:
         """The owner of a key, or None. Raises StateUnavailable when that can not be found out."""
@@ -347,6 +355,9 @@ class Gate:
         ticket.prefill_url = (
             None if placement.prefill is None else self.fleet.address_of(placement.prefill)
         )
+        ticket.kv_source = (
+            None if placement.prefill is None else self.fleet.kv_source_of(placement.prefill)
+        )
 
     # ------------------------------------------------------------ while it runs
 
@@ -365,6 +376,81 @@ class Gate:
             return False
         self._observer.retried(is_allowed=is_placed)
         return is_placed
+
+    def prefill_failed(self, ticket: Ticket, failed: EngineRow, outcome: AttemptOutcome) -> None:
+        """The first leg failed, as `attempted` was told: the ticket says who computes the prompt now.
+
+        Another prefill engine, within the retry budgets, or with no `prefill_url` the decode engine alone,
+        as when the mistake is the client's, which the decode engine will tell.
+        """
+        is_elsewhere = self.desk.prefill_failed(
+            ticket,
+            failed,
+            monotonic_ms(),
+            is_retried=outcome is not AttemptOutcome.CLIENT_ERROR,
+        )
+        self._observer.prefill_failed(ticket.model.name, is_elsewhere=is_elsewhere)
+
+    def prefill_kept(self, ticket: Ticket, holder: EngineRow) -> bool:
+        """Whether the KV that `holder` computed for an earlier attempt can go to who decodes now.
+
+        Then no prefill leg is run: its credits are given back, and the ticket has no `prefill_url`.
+        """
+        return self.desk.prefill_kept(ticket, holder)
+
+    def leave_out(self, ticket: Ticket, feature: Feature) -> None:
+        """Never give the call to an engine that lacks `feature`; those that it knows now."""
+        self.desk.leave_out(ticket, feature)
+
+    def elsewhere(self, ticket: Ticket, left: EngineRow) -> Placement | Queue | Refuse | None:
+        """Where a stream that has begun can go on, other than on `left`; `move` takes it there.
+
+        The first move of a stream is free, for an engine that dies takes many streams at once and each of
+        them is placed by the scheduler where there is room; further ones spend from the retry budgets.
+        """
+        return self.desk.elsewhere(ticket, left, monotonic_ms(), is_free=ticket.resumes == 0)
+
+    def move(self, ticket: Ticket, placement: Placement) -> None:
+        """Give a stream to the engine that `elsewhere` has just named."""
+        self.desk.move(ticket, placement, monotonic_ms())
+        ticket.resumes += 1
+
+    async def resume(self, ticket: Ticket, left: EngineRow) -> bool:
+        """Give a stream whose engine was lost to another one, or wait for a seat for a while, and hold none
+        meanwhile. False: there is none for it.
+        """
+        outcome = self.elsewhere(ticket, left)
+        if isinstance(outcome, Placement):
+            self.move(ticket, outcome)
+            return True
+        if not isinstance(outcome, Queue):
+            return False
+        if not isinstance(await self._wait_to_resume(ticket, outcome.reason), Placement):
+            return False
+        ticket.resumes += 1
+        return True
+
+    async def _wait_to_resume(self, ticket: Ticket, reason: Reason) -> Placement | Refuse | None:
+        self.desk.release(ticket)
+        charge = ticket.charge
+        cached = max(self.desk.cached(ticket.request).values(), default=0)
+        outcome: Placement | Refuse | None
+        try:
+            async with asyncio.timeout(RESUME_WAIT_S_MAX):
+                outcome = await self.pump.wait(ticket, reason, cached)
+        except TimeoutError:
+            # It may have been placed at the very moment.
+            outcome = ticket.placement if ticket.is_holding_decode else None
+        if charge is not None and ticket.charge is not charge:
+            # Its tenant is charged once for it.
+            self.pump.queue.correct(charge, 0)
+        if isinstance(outcome, Placement):
+            ticket.attempt += 1
+        return outcome
+
+    def goes_on(self, ticket: Ticket) -> None:
+        """The engine that a stream was given to has begun to answer."""
+        self.desk.goes_on(ticket)
 
     def may_return(self, ticket: Ticket) -> bool:
         """Whether a client whose call has failed may send it again: it spends from the same budgets."""
@@ -398,6 +484,8 @@ class Gate:
                 detail=detail[:200],
             )
         )
+        if outcome is not AttemptOutcome.OK and outcome is not AttemptOutcome.CANCELLED:
+            self.desk.unheld(ticket, row)
         if leg == "prefill":
             self.desk.release_prefill(ticket)
 
@@ -442,7 +530,8 @@ class Gate:
         if not ticket.is_replayed:
             if state is RequestState.SUCCEEDED and not usage.is_estimated:
                 self._estimates.learn(ticket.request, ticket.call, usage)
-            self.desk.ended(ticket, state, usage, tpot_ms, monotonic_ms())
+            is_moved = ticket.resumes > 0
+            self.desk.ended(ticket, state, usage, tpot_ms, monotonic_ms(), is_moved=is_moved)
         cost = self._cost(ticket, usage)
         charged = self._books.close(ticket, state, reason, usage, cost, ttft_ms, tpot_ms, e2e_ms)
         self._observer.settled(ticket, state, usage, charged)

@@ -11,14 +11,16 @@ from controlplane.domain.ids import CommandId, NodeId
 from controlplane.runtime.call import monotonic_ms
 from controlplane.runtime.credits import CreditKeeper
 from controlplane.runtime.fleet_state import FleetState
+from controlplane.runtime.kv_view import KvView
 from controlplane.runtime.queue_pump import QueuePump
-from controlplane.store import catalog, commands
+from controlplane.store import catalog, commands, weight_loads
 from dataplane.protocol import subjects
 from dataplane.protocol.messages import (
     Acknowledgement,
     Beat,
     Bye,
     Hello,
+    Progress,
     ProtocolError,
     Telemetry,
     decode,
@@ -39,7 +41,9 @@ class Agents:
         keeper: CreditKeeper,
         pump: QueuePump,
         engine: AsyncEngine,
+        kv_view: KvView | None = None,
     ) -> None:
+        self._kv_view = kv_view
         self._bus = bus
         self._fleet = fleet
         self._keeper = keeper
@@ -55,6 +59,7 @@ class Agents:
         await self._bus.subscribe(subjects.ALL_BYES, self._on_bye)
         await self._bus.subscribe(subjects.ALL_TELEMETRY, self._on_telemetry)
         await self._bus.subscribe(subjects.ALL_ACKNOWLEDGEMENTS, self._on_acknowledgement)
+        await self._bus.subscribe(subjects.ALL_PROGRESS, self._on_progress)
         self._bus.on_reconnect(self._rejoin)
         await self._rejoin()
 
@@ -92,6 +97,8 @@ class Agents:
             await catalog.upsert_engines(
                 self._engine, NodeId(message.node_id), message.agent_epoch, message.engines
             )
+            if await weight_loads.add(self._engine, NodeId(message.node_id), message.engines):
+                await self.read_load_times()
         except (BusUnavailable, StateUnavailable) as error:
             log.warning(
                 "hello_not_recorded", extra={"fields": {"node": message.node_id, "why": str(error)}}
@@ -113,6 +120,21 @@ class Agents:
         message = _understood(subject, data, Telemetry)
         if message is not None:
             self._fleet.telemetry(message, monotonic_ms())
+            if self._kv_view is not None:
+                self._kv_view.on_telemetry(message)
+
+    async def read_load_times(self) -> None:
+        """Take what loads were measured to need. Raises StateUnavailable."""
+        self._fleet.use_load_times(await weight_loads.load_all(self._engine))
+
+    async def _on_progress(self, subject: str, data: bytes) -> None:
+        message = _understood(subject, data, Progress)
+        if message is None or not self._fleet.progress(message):
+            return
+        try:
+            await commands.note_progress(self._engine, message)
+        except StateUnavailable:
+            log.debug("progress_lost", extra={"fields": {"engine": message.engine_id}})
 
     async def _on_acknowledgement(self, subject: str, data: bytes) -> None:
         message = _understood(subject, data, Acknowledgement)
@@ -126,7 +148,7 @@ class Agents:
             log.warning("acknowledgement_lost", extra={"fields": {"command": message.command_id}})
 
 
-_M = TypeVar("_M", Hello, Beat, Bye, Telemetry, Acknowledgement)
+_M = TypeVar("_M", Hello, Beat, Bye, Telemetry, Acknowledgement, Progress)
 
 
 def _understood(subject: str, data: bytes, kind: type[_M]) -> _M | None:

@@ -11,11 +11,13 @@ from controlplane.domain.decision import Placement
 from controlplane.domain.fleet import EngineRow
 from controlplane.domain.ids import RequestId
 from controlplane.domain.request import Request
+from controlplane.domain.transfer import KvSource
 from controlplane.runtime.rate_limits import UNLIMITED
 from policies.evaluate import Policy, Ruling, StaticPart, Terms
 from policies.facts import LiveFacts, StaticFacts
 
-Address = tuple[str, int]
+# Host and port, and header lines that every request there carries.
+Address = tuple[str, int] | tuple[str, int, bytes]
 
 
 def monotonic_ms() -> float:
@@ -70,17 +72,19 @@ class Ticket:
     `is_holding_prefill` and `is_holding_decode` say which credits are still taken; `holds` what is
     reserved of budgets, `grant` of rate limits, `charge` what its tenant was charged in fairness.
     `is_settled` makes settlement happen once, `is_replayed` marks an answer from the response cache,
-    which no engine gave. From `tokens_check_at` completion tokens on (0: never) the relay asks whether
-    the answer may go on; `tokens_held` are covered by `holds`. `rate_headers` and `warnings` are told
-    to the client.
+    which no engine gave. `kv_source` is how the KV of `prefill_url` is fetched. From `tokens_check_at`
+    completion tokens on (0: never) the relay asks whether the answer may go on; `tokens_held` are covered by
+    `holds`. `resumes` counts the engines that went on with the stream after one was lost. `rate_headers` and
+    `warnings` are told to the client.
     """
 
     __slots__ = (
         "attempt", "attempts_failed", "cache_salt", "call", "charge", "completion_tokens_max", "decided_ms",
-        "decisions", "decode_url", "grant", "holds", "home_until_ms", "id", "idle_until_ms",
+        "decisions", "decode_cached_tokens",
+        "decode_url", "grant", "holds", "home_until_ms", "id", "idle_until_ms",
         "is_first_token_seen", "is_holding_decode", "is_holding_prefill", "is_replayed", "is_settled",
-        "live", "model", "n", "opened_at_s", "part", "placement", "policy", "prefill_url", "queue_class",
-        "queue_ms", "rate_headers", "request", "reserved_micro_usd", "rule", "ruling", "static", "terms",
+        "kv_source", "live", "model", "n", "opened_at_s", "part", "placement", "policy", "prefill_url", "queue_class",
+        "queue_ms", "rate_headers", "request", "reserved_micro_usd", "resumes", "rule", "ruling", "static", "terms",
         "tokens_check_at", "tokens_held", "warnings",
     )  # fmt: skip
 
@@ -135,8 +139,10 @@ class Ticket:
         self.grant = UNLIMITED
         self.charge: Charge | None = None
         self.prefill_url: Address | None = None
+        self.kv_source: KvSource | None = None
         self.decode_url: Address = ("", 0)
         self.attempt = 0
+        self.resumes = 0
         self.decisions = 0
         self.attempts_failed: tuple[EngineRow, ...] = ()
         self.decided_ms = 0.0
@@ -145,6 +151,7 @@ class Ticket:
         self.is_holding_prefill = False
         self.is_holding_decode = False
         self.is_first_token_seen = False
+        self.decode_cached_tokens = 0
         self.is_replayed = False
         self.is_settled = False
         self.tokens_check_at = 0

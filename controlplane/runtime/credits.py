@@ -81,7 +81,13 @@ class CreditKeeper:
         if not wants:
             return False
         held = {str(engine_id): in_use(entry.row) for engine_id, entry in node.engines.items()}
-        message = CreditRequest(replica_id=self._replica_id, wants=wants, held=held)
+        # A closed engine gets no further call from here: from now on, what was asked is what runs.
+        closed = [
+            str(engine_id)
+            for engine_id, entry in node.engines.items()
+            if not entry.row.is_accepting
+        ]
+        message = CreditRequest(replica_id=self._replica_id, wants=wants, held=held, closed=closed)
         try:
             reply = await self._bus.ask(subjects.node_subject(node.id, "credits"), encode(message))
             if reply is None:
@@ -97,7 +103,11 @@ class CreditKeeper:
 
 
 def wanted(row: EngineRow, *, is_contended: bool) -> tuple[int, int]:
-    """Seats and KV tokens that a replica asks for: its calls and a working stock, or all there is."""
+    """Seats and KV tokens that a replica asks for: its calls and a working stock, or all there is; of
+    an engine that takes nothing new only what its calls hold.
+    """
+    if not row.is_accepting:
+        return row.seats_taken, row.kv_tokens_taken
     if is_contended:
         return row.seats_capacity, row.kv_tokens_capacity
     seats = row.seats_taken + int(row.seats_capacity * STOCK_RATIO) + 1
@@ -107,4 +117,6 @@ def wanted(row: EngineRow, *, is_contended: bool) -> tuple[int, int]:
 
 def in_use(row: EngineRow) -> tuple[int, int]:
     """Seats and KV tokens that a replica may be using, whatever it was granted last."""
+    if not row.is_accepting:
+        return row.seats_taken, row.kv_tokens_taken
     return max(row.seats_lent, row.seats_taken), max(row.kv_tokens_lent, row.kv_tokens_taken)

@@ -28,6 +28,7 @@ from controlplane.runtime.waiting_line import Outcome, WaitingLine, Waits
 from controlplane.scheduler.axes.gpu_type import has_types, types_in_time
 from controlplane.scheduler.batch import CALLS_MAX, Asked, Joint, place_jointly
 from controlplane.scheduler.place import object_to, still_fits
+from controlplane.scheduler.split import is_worth_splitting, other_prefill, without_prefill
 from policies.documents import Admission
 from policies.evaluate import Terms
 
@@ -39,7 +40,8 @@ class Job(Waits, Protocol):
     """One call on its way, from admission to its end. The desk writes what is not a property.
 
     `is_holding_prefill` and `is_holding_decode` say which credits are still taken; `decided_ms` is when
-    the placement was, `home_until_ms` until when the call waits for its home.
+    the placement was, `home_until_ms` until when the call waits for its home. `decode_cached_tokens` of the
+    prompt were thought to be on the engine that decodes before it was to get them.
     """
 
     placement: Placement
@@ -50,6 +52,7 @@ class Job(Waits, Protocol):
     is_holding_prefill: bool
     is_holding_decode: bool
     is_first_token_seen: bool
+    decode_cached_tokens: int
 
     @property
     def terms(self) -> Terms: ...
@@ -152,11 +155,11 @@ class Desk(Generic[J]):
             self.record(job, self.cached(request), Admit(planned), now_ms)
             self._commit(job, planned, now_ms)
             return planned
-        rows = self.fleet.rows_for(request.model)
+        rows = self._rows_left(job)
         if is_waiting and not self._has_seat(job, rows, now_ms):
             return Queue(Reason.QUEUE_FULL)
         # What is decided on is what is recorded; who waits is asked anew, on the types that there are then.
-        job.request = self._on_types_in_time(request, rows, now_ms)
+        job.request = self._on_one_engine(self._on_types_in_time(request, rows, now_ms))
         decision, cached = self.decide(job, rows, now_ms)
         if isinstance(decision, Queue):
             job.home_until_ms = home_until_ms(request, Snapshot(rows, cached))
@@ -190,7 +193,7 @@ class Desk(Generic[J]):
             for item in self.line.queue.soonest(model, CALLS_MAX):
                 request = self._ready(item.ticket, now_ms)
                 if request is not None:
-                    request = self._on_types_in_time(request, rows, now_ms)
+                    request = self._on_one_engine(self._on_types_in_time(request, rows, now_ms))
                     asked.append(Asked(request, self.cached(request)))
             if len(asked) < CALLS_MIN:
                 continue
@@ -221,6 +224,15 @@ class Desk(Generic[J]):
         allowed = types_in_time(request, rows, int(now_ms), tolerance)
         return request if allowed == request.gpu_types else replace(request, gpu_types=allowed)
 
+    def _on_one_engine(self, request: Request) -> Request:
+        """The call, kept on one engine where its prompt is short, or mostly there, beside a hand-over."""
+        decodes = self.fleet.decodes_of_pairs(request.model)
+        if request.is_single_engine or not decodes:
+            return request
+        if is_worth_splitting(request, decodes, self.cached(request)):
+            return request
+        return replace(request, is_single_engine=True)
+
     def _has_seat(self, job: J, rows: tuple[EngineRow, ...], now_ms: float) -> bool:
         """Whether any engine that a waiting call could go to has a seat: cheap, for most of the time none has.
 
@@ -243,6 +255,7 @@ class Desk(Generic[J]):
         request = self.rule(job, now_ms)
         if isinstance(request, Refuse):
             return request, {}
+        request = self._on_one_engine(request)
         cached = self.cached(request)
         return decide(request, Snapshot(rows, cached), job.terms, int(now_ms)), cached
 
@@ -293,9 +306,7 @@ class Desk(Generic[J]):
         if job.attempt >= RETRIES_PER_REQUEST_MAX or now_ms >= request.deadline_ms:
             return None
         job.attempts_failed = (*job.attempts_failed, failed)
-        rows = tuple(
-            row for row in self.fleet.rows_for(request.model) if row not in job.attempts_failed
-        )
+        rows = self._rows_left(job)
         if not rows or not self.try_retry(request, now_ms):
             return False
         self.release(job)
@@ -308,6 +319,116 @@ class Desk(Generic[J]):
             return False
         self._commit(job, decision.placement, now_ms)
         return True
+
+    def unheld(self, job: J, row: EngineRow) -> None:
+        """A leg failed: unless it came as far as a token, its prompt is not believed to be on the engine."""
+        if not job.is_first_token_seen:
+            is_prefill = row is job.placement.prefill
+            kept = job.placement.cached_tokens if is_prefill else job.decode_cached_tokens
+            self.fleet.unheld(row, job.request, kept)
+
+    def prefill_failed(
+        self, job: J, failed: EngineRow, now_ms: float, *, is_retried: bool = True
+    ) -> bool:
+        """The first leg of a pair failed: the prompt goes to another prefill engine, else to who decodes.
+
+        True: another one, whose credits are taken, and a retry spent. The decode engine stays what it is.
+        Without `is_retried` no other one is asked.
+        """
+        request, before = job.request, job.placement
+        job.attempts_failed = (*job.attempts_failed, failed)
+        # What was to arrive there did not.
+        self.fleet.unheld(before.decode, request, job.decode_cached_tokens)
+        cached = self.cached(request)
+        after = None
+        may_retry = job.attempt < RETRIES_PER_REQUEST_MAX and now_ms < request.deadline_ms
+        if is_retried and may_retry:
+            rows = tuple(
+                row for row in self.fleet.rows_for(request.model) if row not in job.attempts_failed
+            )
+            after = other_prefill(request, before, rows, cached, int(now_ms))
+            if after is not None and not self.try_retry(request, now_ms):
+                after = None
+        is_elsewhere = after is not None
+        if after is None:
+            after = without_prefill(before, job.decode_cached_tokens)
+        self.fleet.prefill_moved(request, before, after)
+        job.placement = after
+        self._route(request, after)
+        if is_elsewhere:
+            job.attempt += 1
+            job.is_holding_prefill = True
+        self.committed(job)
+        return is_elsewhere
+
+    def prefill_kept(self, job: J, holder: EngineRow) -> bool:
+        """Whether who decodes now can fetch what `holder` computed for an earlier attempt; then it will."""
+        before = job.placement
+        if not holder.is_accepting or not holder.pair_key:
+            return False
+        if holder.pair_key != before.decode.pair_key:
+            return False
+        self.release_prefill(job)
+        after = without_prefill(before, job.decode_cached_tokens)
+        self.fleet.prefill_moved(job.request, before, after)
+        job.placement = after
+        self.committed(job)
+        return True
+
+    def elsewhere(self, job: J, left: EngineRow, now_ms: float, *, is_free: bool) -> Outcome | None:
+        """Where a stream can go on; nothing is committed (see `move`), and it keeps what it holds.
+
+        `left` is the engine that it leaves. Who is not `is_free` spends a retry of the budgets. None: it
+        may not be moved.
+        """
+        request = job.request
+        if now_ms >= request.deadline_ms:
+            return None
+        if left not in job.attempts_failed:
+            job.attempts_failed = (*job.attempts_failed, left)
+        rows = self._rows_left(job)
+        if not rows or not (is_free or self.try_retry(request, now_ms)):
+            return None
+        # One engine for both, at once: its client has been reading already. Its home, if that was it, is lost.
+        home = None if request.home == left.engine_id else request.home
+        job.request = request = replace(
+            request, is_single_engine=True, is_preferred=True, home=home
+        )
+        decision, cached = self.decide(job, rows, now_ms)
+        self.record(job, cached, decision, now_ms)
+        if not isinstance(decision, Admit):
+            return decision
+        if not still_fits(request, decision.placement, int(now_ms)):
+            return Queue(Reason.NO_CAPACITY)
+        return decision.placement
+
+    def move(self, job: J, placement: Placement, now_ms: float) -> None:
+        """Give back what a stream holds, and take what `elsewhere` has just found for it."""
+        self.release(job)
+        job.attempt += 1
+        self._commit(job, placement, now_ms)
+
+    def goes_on(self, job: J) -> None:
+        """The engine that a stream was moved to has begun to answer: the prompt is computed."""
+        if not job.is_first_token_seen:
+            job.is_first_token_seen = True
+            self.fleet.prefilled(job.request, job.placement)
+
+    def leave_out(self, job: J, feature: str) -> None:
+        """Keep the call from the engines of its model that lack `feature`, as from those that have failed it."""
+        lacking = tuple(
+            row
+            for row in self.fleet.rows_for(job.request.model)
+            if feature in row.lacks and row not in job.attempts_failed
+        )
+        if lacking:
+            job.attempts_failed = (*job.attempts_failed, *lacking)
+
+    def _rows_left(self, job: J) -> tuple[EngineRow, ...]:
+        """Engines of the call's model that have not failed it."""
+        rows = self.fleet.rows_for(job.request.model)
+        failed = job.attempts_failed
+        return tuple(row for row in rows if row not in failed) if failed else rows
 
     def try_retry(self, request: Request, now_ms: float) -> bool:
         """Spend a retry of the tenant's and the pool's budgets; also for a client that is to come again."""
@@ -339,9 +460,19 @@ class Desk(Generic[J]):
             self.freed()
 
     def ended(
-        self, job: J, state: RequestState, usage: Usage, tpot_ms: float | None, now_ms: float
+        self,
+        job: J,
+        state: RequestState,
+        usage: Usage,
+        tpot_ms: float | None,
+        now_ms: float,
+        *,
+        is_moved: bool = False,
     ) -> None:
-        """What a call that has ended teaches of its pool, and what of it stays promised. Once."""
+        """What a call that has ended teaches of its pool, and what of it stays promised. Once.
+
+        One that `is_moved` was answered by several engines, and teaches nothing of the last one's pace.
+        """
         request = job.request
         if job.charge is not None:
             uncached = max(0, usage.prompt_tokens - usage.cached_tokens)
@@ -351,26 +482,38 @@ class Desk(Generic[J]):
             placement = job.placement
             if not usage.is_estimated:
                 self.fleet.prefixes.measure(request.prefix, usage.prompt_tokens)
+            if usage.is_estimated or is_moved:
+                self.fleet.served(placement, request.id, 0, 0, None)
+            else:
+                self.fleet.served(
+                    placement,
+                    request.id,
+                    usage.prompt_tokens,
+                    usage.completion_tokens,
+                    usage.cached_tokens,
+                )
                 self.fleet.reused(
                     placement,
                     prompt_tokens=usage.prompt_tokens,
                     cached_tokens=usage.cached_tokens,
                     completion_tokens=usage.completion_tokens,
                 )
-            self.loads.learn(
-                request,
-                placement.decode,
-                now_ms - job.decided_ms,
-                placement.cached_tokens,
-                usage,
-            )
-            if tpot_ms is not None and usage.completion_tokens > 1:
+            if not is_moved:
+                self.loads.learn(
+                    request,
+                    placement.decode,
+                    now_ms - job.decided_ms,
+                    placement.cached_tokens,
+                    usage,
+                )
+            if not is_moved and tpot_ms is not None and usage.completion_tokens > 1:
                 decode_ms = placement.e2e_ms_predicted - placement.ttft_ms_predicted
                 expected = max(1, request.completion_tokens_expected - 1)
                 self.fleet.paced(placement.decode, decode_ms / expected, tpot_ms)
             is_in_time = now_ms <= request.workflow_deadline_ms
             self.loads.step_ended(request, int(now_ms), is_in_time=is_in_time)
             return
+        self.fleet.prefixes.unserved(request.id)
         is_late = now_ms >= request.workflow_deadline_ms - HANG_UP_MS
         if state is RequestState.EXPIRED or (state is RequestState.CANCELLED and is_late):
             self.loads.missed(request)
@@ -426,18 +569,29 @@ class Desk(Generic[J]):
     def _commit(self, job: J, placement: Placement, now_ms: float) -> None:
         request = job.request
         self.fleet.take(request, placement, now_ms)
-        routed = self.fleet.prefixes.routed
-        tokens, boundaries = request.prompt_tokens, request.prefix_tokens
-        routed(placement.decode.index, request.prefix, tokens, boundaries)
-        job.is_holding_prefill = placement.prefill is not None
+        job.decode_cached_tokens = placement.cached_tokens
         if placement.prefill is not None:
-            routed(placement.prefill.index, request.prefix, tokens, boundaries)
+            job.decode_cached_tokens = self.cached(request).get(placement.decode.index, 0)
+        job.is_holding_prefill = placement.prefill is not None
+        self._route(request, placement)
         job.is_holding_decode = True
         job.placement = placement
         job.is_first_token_seen = False
         job.decided_ms = now_ms
         self.fleet.began(placement, now_ms)
         self.committed(job)
+
+    def _route(self, request: Request, placement: Placement) -> None:
+        """Both engines of a placement will hold the prompt."""
+        for row in (placement.decode, placement.prefill):
+            if row is not None:
+                self.fleet.prefixes.routed(
+                    row.index,
+                    request.prefix,
+                    request.prompt_tokens,
+                    request.prefix_tokens,
+                    request.id,
+                )
 
     def _waited(self, job: J, wait_ms: float) -> None:
         if not _is_postponed(job.request):

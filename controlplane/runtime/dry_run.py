@@ -18,7 +18,7 @@ async def dry_run(
     request = ticket.request
     now_ms = int(monotonic_ms())
     answer: dict[str, Any] = {
-        "model": request.model,
+        "model": ticket.model.name,
         "priority": request.priority,
         "queue_class": ticket.queue_class,
         "completion_tokens_max": request.completion_tokens_max,

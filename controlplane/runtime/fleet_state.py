@@ -6,21 +6,24 @@ ramps and back-pressure make of it is worked out in `runtime/health.py`.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import exp
+from typing import Final
 
-from controlplane.domain.catalog import Catalog, Node, Role
+from controlplane.domain.catalog import Catalog, Node, Role, WeightLoad
 from controlplane.domain.decision import Placement
 from controlplane.domain.fleet import EngineRow
 from controlplane.domain.ids import EngineId, GpuTypeName, ModelName, NodeId, RegionName
 from controlplane.domain.outcome import AttemptOutcome
 from controlplane.domain.pool import OverrideMode, PoolFacts
 from controlplane.domain.request import Request
+from controlplane.domain.transfer import Connector, KvSource
 from controlplane.reliability.slow_start import ENGINE_RAMP_MS, POOL_RAMP_MS
 from controlplane.runtime.call import Address, monotonic_ms, wall_ms
 from controlplane.runtime.flows import Flows
 from controlplane.runtime.health import EngineHealth, FleetHealth, RegionHealth
+from controlplane.runtime.load_times import LoadTimes
 from controlplane.scheduler.correction import Correction
 from controlplane.scheduler.perf_model import (
     PUBLISHED,
@@ -38,7 +41,11 @@ from dataplane.protocol.messages import (
     CreditGrant,
     EngineFacts,
     EngineState,
+    EngineTelemetry,
+    Feature,
+    GpuTelemetry,
     Hello,
+    Progress,
     Telemetry,
 )
 
@@ -47,6 +54,10 @@ log = logging.getLogger(__name__)
 SPEEDUP_MIN = 0.01
 # The kind of engine that agents report of a vLLM server.
 VLLM_KIND = "vllm"
+
+_CONNECTORS = frozenset(Connector)
+# Groups of engines among which KV moves; what agents declare beyond that is not paired.
+PAIR_KEYS_MAX = 1_024
 
 # A pool as the planner prices it: model, GPU type, GPUs of an engine, role, region.
 PoolKey = tuple[ModelName, GpuTypeName, int, Role, RegionName]
@@ -57,17 +68,29 @@ DEMAND_MS = 60_000.0
 # An engine wakes from sleep at least this many times faster than it loads, from memory or from disk
 # (blog.vllm.ai, 26 Oct 2025: 18 to 200 times).
 WAKE_SPEEDUP = 18.0
+# KV comes back from the host's memory at four fifths of what PCIe 4.0 x16 carries, for each GPU.
+HOST_BYTES_PER_S_PER_GPU = 25e9
+# So many drafts of speculative decoding tell what it is worth, and it is taken over when it moved by this.
+DRAFTS_MIN = 256
+TOKENS_PER_STEP_MOVED_RATIO = 0.05
 
 
 @dataclass(slots=True)
 class EngineEntry:
-    """What the replica knows of an engine beside its row."""
+    """What the replica knows of an engine beside its row.
+
+    Each step of it gives `tokens_per_step` tokens to a sequence, by the drafts it kept since `drafts`
+    (how many there were, and how many of their tokens were kept).
+    """
 
     row: EngineRow
     facts: EngineFacts
     address: Address
     health: EngineHealth
     correction: Correction
+    progress: Progress | None = None
+    tokens_per_step: float = 1.0
+    drafts: tuple[int, int] = (0, 0)
 
 
 @dataclass(slots=True)
@@ -78,6 +101,7 @@ class NodeEntry:
     agent_epoch: int
     heard_ms: float
     engines: dict[EngineId, EngineEntry]
+    gpus: tuple[GpuTelemetry, ...] = ()
 
 
 @dataclass(slots=True)
@@ -126,6 +150,7 @@ class FleetState:
         self.nodes: dict[NodeId, NodeEntry] = {}
         self._catalog: Catalog | None = None
         self._by_model: dict[ModelName, tuple[EngineRow, ...]] = {}
+        self._decodes: dict[ModelName, dict[int, EngineRow]] = {}
         self._by_index: dict[int, EngineEntry] = {}
         self._by_id: dict[str, EngineEntry] = {}
         self._free_indexes: list[int] = []
@@ -136,6 +161,11 @@ class FleetState:
         self._bids: dict[ModelName, float] = {}
         self._kv_prices: Mapping[PoolKey, float] = {}
         self._stretches_max: Mapping[ModelName, float] = {}
+        self._pair_keys: dict[tuple[RegionName, str, str, int], int] = {}
+        self._load_times = LoadTimes()
+        # Called once for each engine that is to be left, with calls of this replica still there: the
+        # place of whoever moves them elsewhere.
+        self.on_leaving: Callable[[EngineRow], None] | None = None
         # Rows that left the fleet while calls still held their credits.
         self.generation = 0
 
@@ -156,12 +186,54 @@ class FleetState:
             self._by_model[model] = rows
         return rows
 
+    def decodes_of_pairs(self, model: ModelName) -> Mapping[int, EngineRow]:
+        """Engines, by index, that can fetch from a prefill engine of `model`; kept until the fleet changes."""
+        rows = self._decodes.get(model)
+        if rows is None:
+            all_rows = self.rows_for(model)
+            domains = {row.pair_key for row in all_rows if row.role is Role.PREFILL} - {0}
+            rows = self._decodes[model] = {
+                row.index: row
+                for row in all_rows
+                if row.role is not Role.PREFILL and row.pair_key in domains
+            }
+        return rows
+
     def address_of(self, row: EngineRow) -> Address:
         return self._by_index[row.index].address
+
+    def kv_source_of(self, row: EngineRow) -> KvSource | None:
+        """How a prompt's KV is fetched from an engine; None when it hands out none."""
+        entry = self._by_index[row.index]
+        transfer = entry.facts.transfer
+        if transfer is None or transfer.connector not in _CONNECTORS:
+            return None
+        host = entry.address[0]
+        shown = f"[{host}]" if ":" in host else host
+        return KvSource(
+            connector=Connector(transfer.connector),
+            lease_s=transfer.lease_s,
+            engine_id=transfer.engine_id,
+            bootstrap=f"http://{shown}:{transfer.bootstrap_port}"
+            if transfer.bootstrap_port
+            else "",
+        )
 
     def row_of(self, engine_id: str) -> EngineRow | None:
         entry = self._by_id.get(engine_id)
         return None if entry is None else entry.row
+
+    def entry_of(self, engine_id: str) -> EngineEntry | None:
+        return self._by_id.get(engine_id)
+
+    def epoch_of(self, node_id: str) -> int:
+        """The epoch of a node's agent, 0 while it is not known."""
+        node = self.nodes.get(NodeId(node_id))
+        return 0 if node is None else node.agent_epoch
+
+    def entries_on(self, node_id: str) -> list[EngineEntry]:
+        node = self.nodes.get(NodeId(node_id))
+        return [] if node is None else list(node.engines.values())
 
     def entries(self) -> Iterator[EngineEntry]:
         for node in self.nodes.values():
@@ -257,10 +329,25 @@ class FleetState:
         self.ticks.before_change(row)
         row.sleep_level = sleep_level
         row.is_warm = sleep_level == 0
-        row.warm_up_ms = _warm_up_ms(row)
+        row.warm_up_ms = _warm_up_ms(row, self._by_id[row.engine_id].facts.wake_ms)
         if sleep_level:
             # Whatever the level, its KV is gone.
             self.prefixes.forget(row.index)
+
+    def use_load_times(self, loads: Sequence[WeightLoad]) -> None:
+        """What loads were measured to need, the latest first; it stands in for what models declare."""
+        self._load_times = LoadTimes.of(loads, self.catalog)
+        for node in self.nodes.values():
+            declared = self.catalog.nodes.get(node.id)
+            for entry in node.engines.values():
+                row = entry.row
+                if declared is None or row.model not in self.catalog.models:
+                    continue
+                load_ms = self._load_ms(declared, entry.facts)
+                if load_ms != row.load_ms:
+                    self.ticks.before_change(row)
+                    row.load_ms = load_ms
+                    row.warm_up_ms = _warm_up_ms(row, entry.facts.wake_ms)
 
     def workflow_ended(self, workflow: str) -> None:
         """Its engine need not expect further steps."""
@@ -312,8 +399,18 @@ class FleetState:
                 self._add(node, declared, facts)
             elif known.facts != facts:
                 is_restarted = known.facts.started_ms != facts.started_ms
+                is_leaving = (
+                    facts.state is EngineState.DRAINING
+                    and known.facts.state is not EngineState.DRAINING
+                )
+                has_slept = facts.sleep_level and not known.facts.sleep_level
                 known.facts = facts
                 self._replace_row(node, declared, known)
+                if has_slept and self._is_current(known.row):
+                    # Whatever the level, its KV is gone.
+                    self.prefixes.forget(known.row.index)
+                if is_leaving and self.on_leaving is not None:
+                    self.on_leaving(known.row)
                 if is_restarted and self._is_current(known.row):
                     self.prefixes.forget(known.row.index)
                     known.health = self._health.joined(known.row, facts)
@@ -336,9 +433,11 @@ class FleetState:
             entry = node.engines.get(EngineId(engine_id))
             if entry is None:
                 continue
-            if entry.facts.state is not state:
+            is_cordoned = engine_id in message.cordoned
+            if entry.facts.state is not state or bool(entry.facts.cordon) != is_cordoned:
                 is_known = False
-            if self._set_accepting(entry.row, is_accepting=self._may_accept(node.id, state)):
+            may_accept = not is_cordoned and self._may_accept(node.id, state)
+            if self._set_accepting(entry.row, is_accepting=may_accept):
                 self._health.declared(entry.row, state, now_ms)
         return is_known and not is_back
 
@@ -356,12 +455,16 @@ class FleetState:
         if node is None or message.agent_epoch != node.agent_epoch:
             return
         node.heard_ms = now_ms
+        if message.gpus:
+            node.gpus = tuple(message.gpus)
+        declared = self.catalog.nodes.get(node.id)
         for report in message.engines:
             entry = node.engines.get(EngineId(report.engine_id))
             if entry is None:
                 continue
             row = entry.row
-            kv_tokens_used = int(report.kv_used_ratio * row.kv_tokens_capacity)
+            self._learn_drafts(declared, entry, report)
+            kv_tokens_used = _kv_tokens_used(row, report)
             if (row.running, row.waiting, row.kv_tokens_used) == (
                 report.running,
                 report.waiting,
@@ -372,6 +475,47 @@ class FleetState:
             row.running = report.running
             row.waiting = report.waiting
             row.kv_tokens_used = kv_tokens_used
+
+    def progress(self, message: Progress) -> bool:
+        """Take how far an engine is on its way. False when it is older news or of no known engine."""
+        node = self.nodes.get(NodeId(message.node_id))
+        if node is None or message.agent_epoch != node.agent_epoch:
+            return False
+        entry = node.engines.get(EngineId(message.engine_id))
+        if entry is None:
+            return False
+        if entry.progress is not None and (
+            entry.progress.agent_epoch == message.agent_epoch
+            and entry.progress.sequence >= message.sequence
+        ):
+            return False
+        entry.progress = message
+        return True
+
+    def _learn_drafts(
+        self, declared: Node | None, entry: EngineEntry, report: EngineTelemetry
+    ) -> None:
+        """What speculative decoding is worth there: its steps give more tokens than one."""
+        if not entry.facts.speculative_tokens or declared is None:
+            return
+        drafts, accepted = report.drafts, report.draft_tokens_accepted
+        if drafts < entry.drafts[0]:
+            entry.drafts = (0, 0)
+        made, kept = drafts - entry.drafts[0], accepted - entry.drafts[1]
+        if made < DRAFTS_MIN:
+            return
+        entry.drafts = (drafts, accepted)
+        tokens = 1.0 + kept / made
+        before = entry.tokens_per_step
+        if abs(tokens - before) <= TOKENS_PER_STEP_MOVED_RATIO * before:
+            return
+        entry.tokens_per_step = tokens
+        row = entry.row
+        fresh = self._make_row(declared, entry.facts, row.index, tokens)
+        self.ticks.before_change(row)
+        entry.correction.paced_otherwise(fresh.rates, before / tokens)
+        row.published = fresh.rates
+        row.use_rates(entry.correction.rates())
 
     def silence(self, now_ms: float, silence_ms_max: float) -> None:
         """Stop sending to nodes not heard for `silence_ms_max`; called only while the bus is connected."""
@@ -443,6 +587,21 @@ class FleetState:
         if placement.prefill is not None:
             self._give_back(placement.prefill, request.prompt_tokens)
             self.flows.released_prefill(placement)
+
+    def prefill_moved(self, request: Request, before: Placement, after: Placement) -> None:
+        """A prompt is computed elsewhere than was decided: on another prefill engine, or by who decodes.
+
+        The credits of the first prefill leg have been given back.
+        """
+        self.prefilled(request, before)
+        computed = max(0, request.prompt_tokens - after.cached_tokens)
+        row = after.prefill or after.decode
+        self.ticks.before_change(row)
+        row.prefill_tokens_pending += computed
+        if after.prefill is not None:
+            row.seats_taken += 1
+            row.kv_tokens_taken += request.prompt_tokens
+        self.flows.moved(before, after)
 
     def prefilled(self, request: Request, placement: Placement) -> None:
         """The prompt of a placement is computed, or never will be: it is no longer pending."""
@@ -541,6 +700,31 @@ class FleetState:
         ratio = 0.5 * (batch_ms + then_ms) / batch_ms if batch_ms > 0.0 else 1.0
         entry.correction.paced(sequences * ratio, kv_tokens * ratio, actual_ms)
         self._correct(entry)
+
+    def unheld(self, row: EngineRow, request: Request, kept_tokens: int) -> None:
+        """A call failed on an engine: of its prompt no more than it had before is believed to be there."""
+        if self._is_current(row):
+            self.prefixes.unrouted(row.index, request.prefix, request.prefix_tokens, kept_tokens)
+
+    def served(
+        self,
+        placement: Placement,
+        session: str,
+        prompt_tokens: int,
+        completion_tokens: int,
+        cached_tokens: int | None,
+    ) -> None:
+        """A call has ended well on these engines, which counted its tokens: 0, or None, where they did not.
+
+        `cached_tokens` are those of the engine that computed the prompt.
+        """
+        first, decode = placement.prefill or placement.decode, placement.decode
+        served = self.prefixes.served
+        if first is not decode and self._is_current(first):
+            served(first.index, session, prompt_tokens, 0)
+        if self._is_current(decode):
+            cached = cached_tokens if first is decode else None
+            served(decode.index, session, prompt_tokens, completion_tokens, cached)
 
     def reused(
         self,
@@ -650,11 +834,9 @@ class FleetState:
             index = self._index_next
             self._index_next += 1
         row = self._make_row(declared, facts, index)
-        self.prefixes.set_capacity(index, row.kv_tokens_capacity)
+        self._hold_prefixes(row, facts)
         health = self._health.joined(row, facts)
-        entry = EngineEntry(
-            row, facts, (declared.address, facts.port), health, Correction(row.rates)
-        )
+        entry = EngineEntry(row, facts, _address(declared, facts), health, Correction(row.rates))
         node.engines[row.engine_id] = entry
         self._by_index[index] = entry
         self._by_id[row.engine_id] = entry
@@ -677,26 +859,52 @@ class FleetState:
         if ModelName(entry.facts.model) not in self.catalog.models:
             self._drop(node, entry)
             return
-        fresh = self._make_row(declared, entry.facts, entry.row.index)
+        fresh = self._make_row(declared, entry.facts, entry.row.index, entry.tokens_per_step)
         row = entry.row
         self.ticks.before_change(row)
         if (row.model, row.gpu_type) != (fresh.model, fresh.gpu_type):
             entry.correction = Correction(fresh.rates)
         for name in _DECLARED_FIELDS:
             setattr(row, name, getattr(fresh, name))
-        row.sleep_level = 0
         # What was learned of the hardware holds for its rates as they are published now.
         entry.correction.published = row.published = fresh.rates
         row.use_rates(entry.correction.rates())
         # An engine tells its capacity when it is ready.
-        self.prefixes.set_capacity(row.index, row.kv_tokens_capacity)
-        entry.address = (declared.address, entry.facts.port)
+        self._hold_prefixes(row, entry.facts)
+        entry.address = _address(declared, entry.facts)
 
-    def _make_row(self, declared: Node, facts: EngineFacts, index: int) -> EngineRow:
+    def _hold_prefixes(self, row: EngineRow, facts: EngineFacts) -> None:
+        """What of prompts the engine can keep: on its GPUs, and for longer in the host's memory."""
+        if Feature.PREFIX_CACHE in facts.lacks:
+            self.prefixes.set_capacity(row.index, 0)
+            return
+        per_token = self.catalog.models[row.model].kv_bytes_per_token
+        host_tokens = facts.kv_host_bytes // per_token
+        if not host_tokens:
+            self.prefixes.set_capacity(row.index, row.kv_tokens_capacity)
+            return
+        fetch_ms = per_token * 1000.0 / (HOST_BYTES_PER_S_PER_GPU * max(1, facts.gpus))
+        saved = 1.0 - fetch_ms * max(facts.speedup, SPEEDUP_MIN) ** -1 / row.prefill_ms_per_token
+        self.prefixes.set_capacity(
+            row.index, row.kv_tokens_capacity, host_tokens, min(1.0, max(0.0, saved))
+        )
+
+    def _make_row(
+        self, declared: Node, facts: EngineFacts, index: int, tokens_per_step: float = 1.0
+    ) -> EngineRow:
         catalog = self.catalog
         model = catalog.models[ModelName(facts.model)]
         coefficients = VLLM if facts.kind == VLLM_KIND else PUBLISHED
-        rates = engine_rates(model, catalog.gpu_types[declared.gpu_type], facts.gpus, coefficients)
+        rates = engine_rates(
+            model,
+            catalog.gpu_types[declared.gpu_type],
+            facts.gpus,
+            coefficients,
+            max(1, facts.pipeline),
+            facts.expert_gpus,
+        )
+        # A step that verifies drafts computes each of them, and gives those that are kept at once.
+        drafted = 1 + facts.speculative_tokens if tokens_per_step > 1.0 else 1
         # A simulated engine does in a millisecond what its hardware does in `speed` of them, and costs
         # as much for it.
         speed = max(facts.speedup, SPEEDUP_MIN)
@@ -719,24 +927,59 @@ class FleetState:
             prefill_base_ms=rates.prefill_base_ms / speed,
             prefill_ms_per_token=rates.prefill_ms_per_token / speed,
             prefill_ms_per_token_sq=rates.prefill_ms_per_token_sq / speed,
-            decode_ms_base=rates.decode_ms_base / speed,
-            decode_ms_per_seq=rates.decode_ms_per_seq / speed,
-            decode_ms_per_kv_token=rates.decode_ms_per_kv_token / speed,
+            decode_ms_base=rates.decode_ms_base / speed / tokens_per_step,
+            decode_ms_per_seq=rates.decode_ms_per_seq * drafted / speed / tokens_per_step,
+            decode_ms_per_kv_token=rates.decode_ms_per_kv_token / speed / tokens_per_step,
             kv_price_micro_usd_per_token_s=rates.kv_price_micro_usd_per_token_s * speed
             + self._kv_prices.get(
                 (model.name, declared.gpu_type, facts.gpus, Role(facts.role), declared.region), 0.0
             ),
-            load_ms=int(model.load_ms / speed),
+            pair_key=self._pair_key(declared, facts),
+            load_ms=self._load_ms(declared, facts),
+            adapter_slots=facts.adapter_slots,
+            lacks=frozenset(facts.lacks),
         )
-        row.warm_up_ms = _warm_up_ms(row)
+        row.adapters = frozenset(facts.adapters)
+        row.sleep_level = facts.sleep_level
+        row.warm_up_ms = _warm_up_ms(row, facts.wake_ms)
         row.bid_micro_usd = self._bids.get(model.name, 0.0)
         row.generation = facts.started_ms
-        row.is_accepting = self._may_accept(declared.id, facts.state)
-        row.is_warm = facts.state is not EngineState.STARTING
+        row.is_accepting = not facts.cordon and self._may_accept(declared.id, facts.state)
+        # What is closed on purpose will not serve after a warm-up either.
+        is_closed = bool(facts.cordon) or declared.is_cordoned
+        row.is_warm = is_closed or facts.state not in _COLD
         return row
+
+    def _pair_key(self, declared: Node, facts: EngineFacts) -> int:
+        """A number for the engines among which KV can move; 0 for an engine that moves none.
+
+        GPU types may differ: what connectors can not match they refuse when engines meet, and then compute.
+        """
+        transfer = facts.transfer
+        if transfer is None or transfer.connector not in _CONNECTORS:
+            return 0
+        # Stored prompts are found by their tokens up to a whole block, so the block is part of their name.
+        is_stored = transfer.connector == Connector.SHARED_FOLDER
+        block_tokens = facts.block_tokens if is_stored else 0
+        key = (declared.region, transfer.connector, transfer.domain, block_tokens)
+        if key not in self._pair_keys and len(self._pair_keys) >= PAIR_KEYS_MAX:
+            return 0
+        return self._pair_keys.setdefault(key, len(self._pair_keys) + 1)
+
+    def _load_ms(self, declared: Node, facts: EngineFacts) -> int:
+        """What a load of this engine takes: as measured there, else on nodes like it, else as declared.
+
+        A measured time is one of the wall clock, whatever speed the engine simulates.
+        """
+        model = self.catalog.models[ModelName(facts.model)]
+        measured = self._load_times.of_engine(model.name, facts.gpus, declared)
+        if measured is not None:
+            return measured
+        return int(model.load_ms / max(facts.speedup, SPEEDUP_MIN))
 
     def _changed(self) -> None:
         self._by_model.clear()
+        self._decodes.clear()
         self.generation += 1
 
 
@@ -744,14 +987,41 @@ _DECLARED_FIELDS = (
     "region", "region_bit", "gpu_type", "gpu_bit", "model", "role", "context_tokens_max", "kv_tokens_capacity",
     "seats_capacity", "micro_usd_per_ms", "prefill_base_ms", "prefill_ms_per_token", "prefill_ms_per_token_sq",
     "decode_ms_base", "decode_ms_per_seq", "decode_ms_per_kv_token", "kv_price_micro_usd_per_token_s", "load_ms",
-    "warm_up_ms", "generation", "is_accepting", "is_warm",
+    "warm_up_ms", "generation", "is_accepting", "is_warm", "pair_key", "sleep_level", "adapter_slots",
+    "adapters", "lacks",
 )  # fmt: skip
 
 
-def _warm_up_ms(row: EngineRow) -> int:
-    """Until a cold engine answers: a load, or a waking, and the shortest answer to warm its kernels."""
-    until_ready_ms = row.load_ms / WAKE_SPEEDUP if row.sleep_level else float(row.load_ms)
+# States in which an engine could serve after a load or a waking, and can not now.
+_COLD: Final = (EngineState.STARTING, EngineState.SLEEPING)
+
+
+def _warm_up_ms(row: EngineRow, wake_ms: int = 0) -> int:
+    """Until a cold engine answers: a load, or a waking, and the shortest answer to warm its kernels.
+
+    `wake_ms` is what its latest waking took, 0 when it has not slept before.
+    """
+    until_ready_ms = float(row.load_ms)
+    if row.sleep_level:
+        until_ready_ms = float(wake_ms) if wake_ms else row.load_ms / WAKE_SPEEDUP
     return int(until_ready_ms + row.prefill_base_ms + row.decode_ms_base)
+
+
+def _address(declared: Node, facts: EngineFacts) -> Address:
+    if facts.rank < 0:
+        return (declared.address, facts.port)
+    return (declared.address, facts.port, b"x-data-parallel-rank: %d\r\n" % facts.rank)
+
+
+def _kv_tokens_used(row: EngineRow, report: EngineTelemetry) -> int:
+    """What calls hold of the KV cache: as reported, else a seat's part of it for each call there.
+
+    Unknown use is not zero, and what this replica took is only its own.
+    """
+    if report.kv_used_ratio is not None:
+        return int(report.kv_used_ratio * row.kv_tokens_capacity)
+    seats = max(1, row.seats_capacity)
+    return min(report.running, seats) * row.kv_tokens_capacity // seats
 
 
 def _mask(known: tuple[str, ...], names: tuple[str, ...] | None) -> int:

@@ -98,6 +98,17 @@ class Flows:
         if held is not None and placement.prefill is not None:
             self._add(placement.prefill, -held.prefill_micro_usd_per_s, 0.0, -1)
 
+    def moved(self, before: Placement, after: Placement) -> None:
+        """A call whose prefill failed goes on under another placement. Its rows are in the tick log."""
+        held = self._held.pop(id(before), None)
+        if held is None:
+            return
+        held.placement = after
+        self._held[id(after)] = held
+        if after.prefill is not None:
+            self._add(after.prefill, held.prefill_micro_usd_per_s, 0.0, 1)
+            self._prefilling[id(after)] = held
+
     def released(self, placement: Placement) -> None:
         """A call has ended; with it its flow, unless further steps are expected."""
         held = self._held.pop(id(placement), None)

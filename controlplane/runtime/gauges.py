@@ -14,6 +14,9 @@ from controlplane.runtime.fleet_state import FleetState
 from controlplane.runtime.health import EngineHealth
 from controlplane.store.journal import Journal
 from controlplane.telemetry.metrics import Labels, Metrics
+from dataplane.protocol.messages import EngineFacts, GpuTelemetry
+
+MS_PER_S: Final = 1_000.0
 
 
 def watch(metrics: Metrics, gate: Gate, journal: Journal) -> None:
@@ -42,6 +45,7 @@ def watch(metrics: Metrics, gate: Gate, journal: Journal) -> None:
     metrics.pool_level.watch(per_pool(lambda load: load.levels.cursor))
     metrics.journal_depth.watch(lambda: {(): float(journal.entries_waiting)})
     watch_health(metrics, gate.fleet, gate.retries)
+    watch_machines(metrics, gate.fleet)
 
 
 def watch_health(
@@ -80,6 +84,30 @@ def watch_health(
     metrics.tenants_without_retries.watch(
         lambda: {(): float(retries.tenants_spent(int(clock_ms())))}
     )
+
+
+def watch_machines(metrics: Metrics, fleet: FleetState) -> None:
+    """What agents tell of their engines and GPUs."""
+
+    def per_engine(read: Callable[[EngineFacts], float]) -> Callable[[], dict[Labels, float]]:
+        return lambda: {_labels(entry.row): float(read(entry.facts)) for entry in fleet.entries()}
+
+    def per_gpu(read: Callable[[GpuTelemetry], float]) -> Callable[[], dict[Labels, float]]:
+        return lambda: {
+            (node.id, str(gpu.index)): float(read(gpu))
+            for node in fleet.nodes.values()
+            for gpu in node.gpus
+        }
+
+    metrics.engine_cordoned.watch(per_engine(lambda facts: bool(facts.cordon)))
+    metrics.engine_sleep_level.watch(per_engine(lambda facts: facts.sleep_level))
+    metrics.engine_load_seconds.watch(per_engine(lambda facts: facts.load_ms / MS_PER_S))
+    metrics.gpu_memory_used.watch(per_gpu(lambda gpu: gpu.memory_used_bytes))
+    metrics.gpu_memory_total.watch(per_gpu(lambda gpu: gpu.memory_total_bytes))
+    metrics.gpu_utilisation_ratio.watch(per_gpu(lambda gpu: gpu.utilisation_ratio))
+    metrics.gpu_temperature.watch(per_gpu(lambda gpu: gpu.temperature_c))
+    metrics.gpu_ecc_uncorrected.watch(per_gpu(lambda gpu: gpu.ecc_uncorrected))
+    metrics.gpu_at_fault.watch(per_gpu(lambda gpu: bool(gpu.fault)))
 
 
 # As dashboards show them: the higher, the less gets through.

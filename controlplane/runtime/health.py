@@ -607,6 +607,7 @@ class FleetHealth:
             for engine in engines
             if engine.starting_since_ms is not None
         ]
+        loading += [float(engine.row.warm_up_ms) for engine in engines if engine.row.sleep_level]
         return max(WARM_IN_MS_MIN, int(min(loading))) if loading else 0
 
     # ------------------------------------------------------------ rows

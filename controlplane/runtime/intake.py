@@ -145,7 +145,7 @@ class Intake:
         live = live_facts(
             call,
             sizes,
-            self.view(model.name),
+            self.view(model.base),
             self.tenant_calls[call.principal.tenant.id],
             self._clock.read(),
         )
@@ -163,7 +163,7 @@ class Intake:
         return Prepared(ticket, entry, refuse or _too_long(ticket))
 
     def model_of(self, call: Call) -> Model | Refuse:
-        model = self._fleet.catalog.models.get(ModelName(call.model))
+        model = self._fleet.catalog.served(ModelName(call.model))
         if model is None:
             return Refuse(
                 Reason.MODEL_NOT_FOUND,
@@ -263,7 +263,7 @@ class Intake:
     ) -> tuple[Model, Rights] | Refuse:
         """The model that a rule names instead, which the tenant must be entitled to as well."""
         by = ruling.fired[0] if ruling.fired else ""
-        model = self._fleet.catalog.models.get(ModelName(ruling.model))
+        model = self._fleet.catalog.served(ModelName(ruling.model))
         if model is None:
             return Refuse(
                 Reason.POLICY_ERROR,
@@ -297,13 +297,15 @@ class Intake:
         if engine_id is None and call.session is not None:
             engine_id = self._homes.get((call.principal.tenant.id, call.session))
         row = None if engine_id is None else self._fleet.row_of(engine_id)
-        return row if row is not None and row.is_accepting and row.model == model.name else None
+        if row is None or not row.is_accepting or row.model != model.base:
+            return None
+        return row if model.adapter_of is None or model.name in row.adapters else None
 
     def _sizes(
         self, call: Call, model: Model, rights: Rights, entry: WorkflowEntry | None
     ) -> Sizes:
         terms = rights.terms
-        prompt_tokens = self._estimates.prompt_tokens(model.name, call.prompt_bytes)
+        prompt_tokens = self._estimates.prompt_tokens(model.base, call.prompt_bytes)
         room = max(1, model.context_tokens_max - prompt_tokens)
         asked = call.completion_tokens_max or terms.completion_tokens_default
         completion_max = max(1, min(asked, terms.completion_tokens_max, room))
@@ -367,7 +369,7 @@ class Intake:
         n = call.n if ruling.n_max is None else min(call.n, ruling.n_max)
         scope = Scope.CHAT if entry is None else entry.record.scope
         expected = self._estimates.completion_tokens(
-            tenant.id, model.name, completion_max, call.completion_tokens_hint, scope
+            tenant.id, model.base, completion_max, call.completion_tokens_hint, scope
         )
         salt = xxhash.xxh3_64_intdigest(
             f"{tenant.cache_salt}\0{model.name}".encode(), call.tools_digest
@@ -382,7 +384,7 @@ class Intake:
         workflow: WorkflowId | None = None
         if entry is not None:
             workflow = entry.record.id
-            entry.model = model.name
+            entry.model = model.base
             workflow_deadline_ms = entry.deadline_ms
             deadline_ms = min(deadline_ms, workflow_deadline_ms)
             gap_ms = terms.step_gap_ms if sizes.step + 1 < sizes.steps_expected else 0
@@ -394,7 +396,7 @@ class Intake:
         request = Request(
             id=call.request_id or self.new_id(),
             tenant=tenant.id,
-            model=model.name,
+            model=model.base,
             arrival_ms=int(received_ms),
             prompt_tokens=prompt_tokens,
             completion_tokens_max=completion_max * n,
@@ -427,12 +429,13 @@ class Intake:
             waits_for_idle=waits_for_idle,
             is_preferred=False,
             completion_tokens_high=n
-            * self._estimates.completion_tokens_high(tenant.id, model.name, completion_max, scope),
+            * self._estimates.completion_tokens_high(tenant.id, model.base, completion_max, scope),
             completion_tokens_least=1
             if self._calls % CALLS_PER_TRIAL == 0
             else self._estimates.completion_tokens_least(
-                tenant.id, model.name, completion_max, scope
+                tenant.id, model.base, completion_max, scope
             ),
+            adapter="" if model.adapter_of is None else model.name,
         )
         completions = self._completions_held(request, call, model, ruling, terms, n)
         cost = model.cost_micro_usd(prompt=prompt_tokens, cached=0, completion=completions)
@@ -478,7 +481,7 @@ class Intake:
             return max(1, most * ruling.reserve_permille // PERMILLE)
         if call.is_stream:
             high = self._estimates.completion_tokens_high(
-                request.tenant, model.name, most // max(1, n), request.scope
+                request.tenant, model.base, most // max(1, n), request.scope
             )
             most = min(most, high * n)
         return max(1, int(most * terms.reserve_ratio))

@@ -191,6 +191,11 @@ class Loops:
                 engine_id=pending.engine_id,
                 deadline_s=pending.deadline_s,
                 spec=pending.spec,
+                role=pending.arguments.role,
+                sleep_level=pending.arguments.sleep_level,
+                reason=pending.arguments.reason,
+                adapter=pending.arguments.adapter,
+                adapter_path=pending.arguments.adapter_path,
             )
             await self._bus.send_command(pending.node_id, pending.id, encode(message))
             await commands.mark_sent(self._engine, pending.id, epoch)

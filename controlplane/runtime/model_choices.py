@@ -316,12 +316,12 @@ class ModelChoices:
         return frozenset(
             model
             for model in asked.ladder
-            if model in self._fleet.catalog.models
+            if self._fleet.catalog.served(model) is not None
             and terms_for(bundle, tenant, model, scope).is_allowed
         )
 
     def _model(self, name: ModelName) -> Model | Refuse:
-        model = self._fleet.catalog.models.get(name)
+        model = self._fleet.catalog.served(name)
         if model is None:
             return Refuse(
                 Reason.MODEL_NOT_FOUND, f"the model `{name}`, which was chosen, does not exist"

@@ -20,7 +20,7 @@ from controlplane.runtime.loops import Leadership
 from controlplane.runtime.plan_steps import Step, StepKind, step_of
 from controlplane.store import catalog, commands, plans
 from controlplane.store.audit import Change
-from controlplane.store.commands import CommandRecord
+from controlplane.store.commands import Arguments, CommandRecord
 from controlplane.store.plans import Mode, MoveRecord, MoveState, PlannerControl, PlanState
 from controlplane.telemetry.metrics import Metrics
 from dataplane.protocol.messages import CommandKind, EngineState
@@ -35,7 +35,7 @@ ROOM_S_MAX: Final = 60.0
 
 _IN_FLIGHT: Final = (MoveState.WAITING, MoveState.RUNNING, MoveState.UNDOING)
 _FAILED: Final = (MoveState.FAILED, MoveState.UNDONE, MoveState.STUCK)
-_HOLDS_NO_GPU: Final = (EngineState.STOPPED, EngineState.FAILED)
+_HOLDS_NO_GPU: Final = (EngineState.STOPPED, EngineState.FAILED, EngineState.SLEEPING)
 
 
 class PlanMoves:
@@ -149,7 +149,7 @@ class PlanMoves:
             )
             if taken + int(move.body["gpus"]) > node.gpus:
                 return f"node `{move.node_id}` has no {move.body['gpus']} GPUs free", True
-        elif move.kind in ("unload", "role"):
+        elif move.kind in ("unload", "role", "sleep", "wake"):
             if there is None:
                 return f"engine `{move.engine_id}` is gone already", False
             if move.body["model"] is not None and there.facts.model != move.body["model"]:
@@ -184,7 +184,7 @@ class PlanMoves:
             tries = move.body["tries"] + 1
             if await self._set(epoch, move, move.state, moves, None, tries=tries):
                 await self._tell(moves[move.number], way)
-        elif answer.state in ("failed", "stale_epoch"):
+        elif answer.state in ("failed", "refused", "stale_epoch"):
             await self._fail(epoch, move, way, f"{step.kind}: {answer.detail}", moves)
         elif self._waited_s(move) > step.seconds_max:
             why = f"{step.kind} `{step.engine_id}`: no answer within {step.seconds_max:.0f} s"
@@ -265,6 +265,7 @@ class PlanMoves:
                 kind=CommandKind(step.kind.value),
                 deadline_s=step.deadline_s or commands.DEADLINE_S_DEFAULT,
                 spec=step.spec,
+                arguments=Arguments(sleep_level=step.sleep_level),
                 command_id=_command_id(move),
                 by=self._change(move),
             )

@@ -1,7 +1,7 @@
 """What a move of the planner means to an agent: commands to do it, and commands to take it back. Pure.
 
-Agents load, unload, drain and stop engines. A move that needs more, or that could not be taken back, is
-not executable, and the reason is told in words.
+Agents load, unload, drain and stop engines, and let them sleep. A move that needs more, or that could not
+be taken back, is not executable, and the reason is told in words.
 """
 
 from collections.abc import Iterable, Mapping
@@ -23,16 +23,20 @@ DRAIN_S_MAX: Final = 300.0
 STEP_S_MAX: Final = 900.0
 ANSWER_S_MAX: Final = 120.0
 SIMULATED: Final = "simulated"
+# The planner lets engines sleep with their weights in host memory.
+SLEEP_LEVEL: Final = 1
 
 Specs = Mapping[EngineId, tuple[NodeId, EngineSpec]]
 
 
 class StepKind(StrEnum):
-    """The first three are commands of the protocol; nodes are cordoned in the catalogue."""
+    """All but the last two are commands of the protocol; nodes are cordoned in the catalogue."""
 
     LOAD = "load"
     UNLOAD = "unload"
     DRAIN = "drain"
+    SLEEP = "sleep"
+    WAKE = "wake"
     CORDON = "cordon"
     UNCORDON = "uncordon"
 
@@ -46,6 +50,7 @@ class Step:
     seconds_max: float
     deadline_s: float = 0.0
     spec: EngineSpec | None = None
+    sleep_level: int = 0
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -54,6 +59,7 @@ class Step:
             "seconds_max": self.seconds_max,
             "deadline_s": self.deadline_s,
             "spec": None if self.spec is None else msgspec.to_builtins(self.spec),
+            "sleep_level": self.sleep_level,
         }
 
 
@@ -65,6 +71,7 @@ def step_of(document: Mapping[str, Any]) -> Step:
         seconds_max=float(document["seconds_max"]),
         deadline_s=float(document["deadline_s"]),
         spec=None if spec is None else msgspec.convert(spec, EngineSpec),
+        sleep_level=document.get("sleep_level", 0),
     )
 
 
@@ -93,7 +100,7 @@ def steps_for(
         case MoveKind.DRAIN:
             return _drain(move, specs, engines_on)
         case MoveKind.SLEEP | MoveKind.WAKE:
-            return NotExecutable(f"agents know no command `{move.kind}`")
+            return _rest(move, specs)
 
 
 def _load(move: Move, catalog: Catalog, specs: Specs) -> Steps | NotExecutable:
@@ -146,6 +153,26 @@ def _drain(move: Move, specs: Specs, engines_on: Iterable[EngineId]) -> Steps | 
         do += [_draining(engine_id), _unloading(engine_id)]
         undo.append(_loading(known[1], move.duration_s))
     return Steps(do=tuple(do), undo=(*undo, _step(StepKind.UNCORDON, "")))
+
+
+def _rest(move: Move, specs: Specs) -> Steps | NotExecutable:
+    known = specs.get(EngineId(move.engine_id or ""))
+    if known is None:
+        return NotExecutable(f"how `{move.engine_id}` is started is not known")
+    spec = known[1]
+    if spec.kind != SIMULATED and not spec.options.get("enable_sleep_mode"):
+        return NotExecutable(f"`{spec.engine_id}` is started without `enable_sleep_mode`")
+    to_sleep = Step(
+        kind=StepKind.SLEEP,
+        engine_id=spec.engine_id,
+        seconds_max=DRAIN_S_MAX + STEP_S_MAX,
+        deadline_s=DRAIN_S_MAX,
+        sleep_level=SLEEP_LEVEL,
+    )
+    to_wake = Step(kind=StepKind.WAKE, engine_id=spec.engine_id, seconds_max=STEP_S_MAX)
+    if move.kind is MoveKind.SLEEP:
+        return Steps(do=(to_sleep,), undo=(to_wake,))
+    return Steps(do=(to_wake,), undo=(to_sleep,))
 
 
 def _spec_for(move: Move, catalog: Catalog, specs: Specs) -> EngineSpec | NotExecutable:

@@ -34,6 +34,7 @@ CONDITIONS: Final[dict[str, EngineCondition]] = {
     Told.STARTING: EngineCondition.STARTING,
     Told.SERVING: EngineCondition.SERVING,
     Told.DRAINING: EngineCondition.DRAINING,
+    Told.SLEEPING: EngineCondition.ASLEEP,
     Told.FAILED: EngineCondition.FAILED,
     # A stopped engine holds no GPU: it is left out.
 }
@@ -107,6 +108,7 @@ def _node(fleet: FleetState, node: Node, written: list[EngineRecord], growth: Gr
                 role=Role(record.role),
                 gpus=record.gpus,
                 condition=CONDITIONS[record.state],
+                sleep_level=record.sleep_level,
             )
             for record in written
             if record.state in CONDITIONS

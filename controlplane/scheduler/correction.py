@@ -116,6 +116,14 @@ class Correction:
     first: Regression = field(default_factory=lambda: Regression(2))
     pace: Regression = field(default_factory=lambda: Regression(3))
 
+    def paced_otherwise(self, published: Rates, pace_ratio: float) -> None:
+        """Steps are published to take `pace_ratio` times what they took. What was learned of the pace stays."""
+        self.published = published
+        if self.pace.observations:
+            factors = self.pace.factors
+            for at, factor in enumerate(factors):
+                factors[at] = min(FACTOR_MAX, max(FACTOR_MIN, factor / pace_ratio))
+
     def first_token(
         self, own_ms: float, backlog_ms: float, batch_ms: float, measured_ms: float
     ) -> None:

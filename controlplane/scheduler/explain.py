@@ -181,9 +181,9 @@ def _pairs(
         return []
     choices = prefill_choices(request, rows, held, now_ms)
     views = [
-        _pair(request, choices[row.region_bit], row, held, now_ms)
+        _pair(request, choices[row.pair_key], row, held, now_ms)
         for row in rows
-        if row.role is not Role.PREFILL and row.model == request.model and row.region_bit in choices
+        if row.role is not Role.PREFILL and row.model == request.model and row.pair_key in choices
     ]
     legs = [_single(request, row, held, now_ms, PREFILL) for row in prefills]
     return views + [leg for leg in legs if not leg.is_feasible]

@@ -160,11 +160,13 @@ def step_terms(
     kv_tokens: float,
     prefill_tokens: float = 0.0,
     attention_pairs: float = 0.0,
+    expert_gpus: int = 0,
 ) -> StepTerms:
     """One step that decodes `sequences`, reads `kv_tokens`, and computes `prefill_tokens` of prompts.
 
     `attention_pairs` counts each pair of a prompt token and a token before it; a pair costs 4 L d FLOP.
-    KV that has fewer heads than there are GPUs is held, and read, by several of them.
+    KV that has fewer heads than there are GPUs is held, and read, by several of them. Experts are read
+    from `expert_gpus` GPUs, from all when it is 0.
     """
     bytes_per_ms = gpus * gpu.bandwidth_bytes_per_s / MS_PER_S
     flops_per_ms = gpus * flops_per_s(model, gpu) / MS_PER_S
@@ -180,7 +182,11 @@ def step_terms(
         expert_layers=model.layers if model.experts else 0,
         weights_ms=(model.weights_bytes - model.expert_weights_bytes) / bytes_per_ms,
         experts_ms=(
-            experts_touched_ratio(model, tokens) * model.expert_weights_bytes / bytes_per_ms
+            experts_touched_ratio(model, tokens)
+            * model.expert_weights_bytes
+            * gpus
+            / (expert_gpus or gpus)
+            / bytes_per_ms
         ),
         kv_ms=kv_tokens * model.kv_bytes_per_token * gpus / kv_gpus / bytes_per_ms,
         flop_ms=flop / flops_per_ms,
@@ -196,33 +202,46 @@ def kv_tokens_within(model: Model, gpu: GpuType, gpus: int) -> int:
 
 
 def engine_rates(
-    model: Model, gpu: GpuType, gpus: int, coefficients: Coefficients = PUBLISHED
+    model: Model,
+    gpu: GpuType,
+    gpus: int,
+    coefficients: Coefficients = PUBLISHED,
+    pipeline: int = 1,
+    expert_gpus: int = 0,
 ) -> EngineRates:
-    """Rates of `model` on `gpus` GPUs of one type, in tensor parallel.
+    """Rates of `model` on `gpus` GPUs of one type: `pipeline` stages of tensor parallel GPUs.
+
+    A step passes through all stages, each of which reads its part of the weights on its own GPUs alone:
+    its fixed time is that of one stage's GPUs with all of the model. Sequences and prompts are spread over
+    as many batches as there are stages, which run at the same time, so that what they add is divided.
+    Experts are read from `expert_gpus` GPUs, those of other data-parallel ranks included (0: from `gpus`).
 
     `kv_tokens_capacity` is 0 when the weights do not fit. A KV token-second is priced at the share of
     the engine that it occupies: then holding KV for tau costs as much as computing it again exactly
     at tau* = prefill time per token x capacity (the break-even of Continuum, arXiv 2511.02230).
     """
+    tensor = max(1, gpus // pipeline)
 
     def step_ms(sequences: float, kv_tokens: float, prefill_tokens: float, pairs: float) -> float:
         return step_terms(
             model,
             gpu,
-            gpus,
+            tensor,
             sequences=sequences,
             kv_tokens=kv_tokens,
             prefill_tokens=prefill_tokens,
             attention_pairs=pairs,
+            expert_gpus=expert_gpus // pipeline,
         ).cost_ms(coefficients)
 
     idle_ms = step_ms(0.0, 0.0, 0.0, 0.0)
     chord_ms = step_ms(EXPERT_CHORD_TOKENS, 0.0, 0.0, 0.0) - step_ms(1.0, 0.0, 0.0, 0.0)
-    per_seq_ms = chord_ms / (EXPERT_CHORD_TOKENS - 1)
-    base_ms = step_ms(1.0, 0.0, 0.0, 0.0) - per_seq_ms
-    per_kv_token_ms = (step_ms(0.0, _MANY, 0.0, 0.0) - idle_ms) / _MANY
+    per_seq_alone_ms = chord_ms / (EXPERT_CHORD_TOKENS - 1)
+    base_ms = step_ms(1.0, 0.0, 0.0, 0.0) - per_seq_alone_ms
+    per_seq_ms = per_seq_alone_ms / pipeline
+    per_kv_token_ms = (step_ms(0.0, _MANY, 0.0, 0.0) - idle_ms) / _MANY / pipeline
     per_pair_ms = (step_ms(0.0, 0.0, 0.0, _MANY) - idle_ms) / _MANY
-    bytes_per_ms = gpus * gpu.bandwidth_bytes_per_s / MS_PER_S
+    bytes_per_ms = (expert_gpus // pipeline or tensor) * gpu.bandwidth_bytes_per_s / MS_PER_S
     # A prompt touches all experts, once, and then pays for its FLOPs alone.
     experts_ms = coefficients.experts * model.expert_weights_bytes / bytes_per_ms
     parameters = model.parameters_active or model.parameters
@@ -237,7 +256,7 @@ def engine_rates(
     return EngineRates(
         prefill_base_ms=idle_ms + experts_ms + coefficients.prefill_layer_ms * model.layers,
         prefill_ms_per_token=per_token_ms,
-        prefill_ms_per_token_sq=per_pair_ms,
+        prefill_ms_per_token_sq=per_pair_ms / pipeline,
         decode_ms_base=base_ms,
         decode_ms_per_seq=per_seq_ms,
         decode_ms_per_kv_token=per_kv_token_ms,

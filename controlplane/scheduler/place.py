@@ -4,8 +4,9 @@ Knows rows and a request, nothing of queues, money accounts or the clock. The sa
 are the explanation (`explain.py`) and the oracle of the tests.
 
 Pairs of a prefill and a decode engine follow a hierarchical model, so that they cost P + D and not
-P x D evaluations: KV moves inside a region only; in each region the prefill engine whose leg is
-cheapest is the one that pairs use; every decode engine of the region is priced with its time.
+P x D evaluations: KV moves inside a domain (a region, and engines whose connectors understand each
+other) only; in each domain the prefill engine whose leg is cheapest is the one that pairs use; every
+decode engine of the domain is priced with its time.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,7 +27,7 @@ from controlplane.scheduler.axes.latency_budget import cost as latency_budget
 from controlplane.scheduler.axes.latency_budget import is_reachable
 from controlplane.scheduler.axes.tenant_priority import cost as tenant_priority
 from controlplane.scheduler.axes.weight_warmth import cost as weight_warmth
-from controlplane.scheduler.axes.weight_warmth import is_warm_in_time
+from controlplane.scheduler.axes.weight_warmth import has_adapter, is_warm_in_time
 from controlplane.scheduler.axes.workflow import HOME_RECOMPUTE_FACTOR, is_within_budget
 from controlplane.scheduler.axes.workflow import cost as workflow
 from controlplane.scheduler.flow import (
@@ -108,7 +109,7 @@ def tie_break(seed: int, row: EngineRow) -> int:
 
 @dataclass(frozen=True)
 class PrefillChoice:
-    """The prefill engine that pairs of its region use, its leg's dollars and its time to the KV."""
+    """The prefill engine that pairs of its domain use, its leg's dollars and its time to the KV."""
 
     row: EngineRow
     cost_micro_usd: float
@@ -122,13 +123,13 @@ def prefill_choices(
     now_ms: int,
     most: float = INFEASIBLE,
 ) -> dict[int, PrefillChoice]:
-    """By region bit, the cheapest feasible prefill engine of at most `most`; ties by `tie_break`."""
+    """By pair key, the cheapest feasible prefill engine of at most `most`; ties by `tie_break`."""
     best: dict[int, PrefillChoice] = {}
     seed = tie_seed(request)
     for row in rows:
-        if row.role is not _PREFILL_ROLE:
+        if row.role is not _PREFILL_ROLE or not row.pair_key:
             continue
-        rival = best.get(row.region_bit)
+        rival = best.get(row.pair_key)
         limit = most if rival is None else rival.cost_micro_usd
         kv_tokens = kv_tokens_needed(request, 0, PREFILL)
         if not is_allowed(request, row) or not fits(row, kv_tokens, now_ms, request.is_preferred):
@@ -143,7 +144,7 @@ def prefill_choices(
         is_tie = rival is not None and cost == rival.cost_micro_usd
         if is_tie and rival is not None and tie_break(seed, row) > tie_break(seed, rival.row):
             continue
-        best[row.region_bit] = PrefillChoice(row, cost, forecast.ttft_ms)
+        best[row.pair_key] = PrefillChoice(row, cost, forecast.ttft_ms)
     return best
 
 
@@ -270,7 +271,7 @@ def prices(
         if not fits(row, kv_tokens, now_ms, request.is_preferred):
             continue
         floor = floor_micro_usd(request, row, tokens, WHOLE, urgency)
-        choice = choices.get(row.region_bit)
+        choice = choices.get(row.pair_key)
         if choice is not None and choice.cost_micro_usd < floor:
             paired = choice.cost_micro_usd + floor_micro_usd(request, row, tokens, DECODE, urgency)
             floor = min(floor, paired)
@@ -284,7 +285,7 @@ def prices(
         row = rows[at]
         tokens = held.get(row.index, 0)
         cost = price(request, row, Forecast(request, row, tokens, now_ms, WHOLE, 0.0))
-        choice = choices.get(row.region_bit)
+        choice = choices.get(row.pair_key)
         if choice is not None and choice.cost_micro_usd < cost:
             least = choice.cost_micro_usd + floor_micro_usd(request, row, tokens, DECODE, urgency)
             if least < cost:
@@ -317,7 +318,7 @@ def _cheapest_pair(
     for row in rows:
         if row.role is _PREFILL_ROLE:
             continue
-        choice = choices.get(row.region_bit)
+        choice = choices.get(row.pair_key)
         if choice is None or choice.cost_micro_usd > best_cost:
             continue
         if not is_allowed(request, row):
@@ -340,7 +341,7 @@ def _cheapest_pair(
         best_cost = cost
     if best is None:
         return None
-    choice = choices[best.region_bit]
+    choice = choices[best.pair_key]
     tokens = cached.get(best.index, 0)
     forecast = Forecast(request, best, tokens, now_ms, DECODE, choice.ttft_ms)
     first_ms = choice.ttft_ms + forecast.ttft_ms
@@ -364,8 +365,9 @@ _SUSPECT: Final = 4
 _TOO_LATE: Final = 5
 _TOO_DEAR: Final = 6
 _FANNED_OUT: Final = 7
-_FULL: Final = 8
-_KINDS: Final = 9
+_UNADAPTED: Final = 8
+_FULL: Final = 9
+_KINDS: Final = 10
 
 
 def _obstacle(request: Request, row: EngineRow, forecast: Forecast) -> int:
@@ -381,6 +383,8 @@ def _obstacle(request: Request, row: EngineRow, forecast: Forecast) -> int:
         if not row.is_warm and is_warm_in_time(request, row, forecast.now_ms, 0.0):
             return _STARTING
         return _CLOSED
+    if not has_adapter(request, row):
+        return _UNADAPTED
     if row.is_suspect:
         return _SUSPECT
     if not is_reachable(request, forecast):
@@ -438,6 +442,9 @@ def object_to(
         return Objection(Reason.FAN_OUT_EXCEEDED, detail, None)
     if counts[_SUSPECT]:
         detail = f"the engines of `{model}` have failed just now ({counts[_SUSPECT]:,})"
+        return Objection(Reason.NO_CAPACITY, detail, _retry_after(request, float(SUSPECT_MS)))
+    if counts[_UNADAPTED]:
+        detail = f"the adapter `{request.adapter}` is loaded on no engine of `{model}` at present"
         return Objection(Reason.NO_CAPACITY, detail, _retry_after(request, float(SUSPECT_MS)))
     if counts[_CLOSED] or engines == 0:
         detail = f"no engine serves `{model}` at present"

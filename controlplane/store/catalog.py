@@ -5,7 +5,7 @@ Every change raises the revision.
 
 import secrets
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -48,6 +48,7 @@ class AppliedSummary:
     regions: int
     gpu_types: int
     models: int
+    adapters: int
     slo_classes: int
     tenants: int
     nodes: int
@@ -97,6 +98,12 @@ class EngineRecord:
     kv_tokens: int
     state: str
     updated_at: datetime
+    cordon: str
+    sleep_level: int
+    wake_ms: int
+    load_ms: int
+    load_medium: str
+    capabilities: list[str]
 
 
 # ---------------------------------------------------------------- reading
@@ -116,13 +123,16 @@ async def load_catalog(engine: AsyncEngine) -> Catalog:
         regions = await connection.execute(select(tables.regions.c.name).order_by("name"))
         gpu_types = await connection.execute(select(tables.gpu_types).order_by("name"))
         models = await connection.execute(select(tables.models).order_by("name"))
+        adapters = await connection.execute(select(tables.adapters).order_by("name"))
         slo_classes = await connection.execute(select(tables.slo_classes).order_by("name"))
         nodes = await connection.execute(select(tables.nodes).order_by("id"))
+        declared = {row.name: Model(**_members(row)) for row in models}
         return Catalog(
             revision=revision,
             regions=tuple(RegionName(row.name) for row in regions),
             gpu_types={row.name: GpuType(**_members(row)) for row in gpu_types},
-            models={row.name: Model(**_members(row)) for row in models},
+            models=declared,
+            adapters={row.name: _adapter(row, declared[row.adapter_of]) for row in adapters},
             slo_classes={row.name: SloClass(**_members(row)) for row in slo_classes},
             nodes={
                 row.id: Node(
@@ -136,6 +146,19 @@ async def load_catalog(engine: AsyncEngine) -> Catalog:
                 for row in nodes
             },
         )
+
+
+def _adapter(row: Row[Any], base: Model) -> Model:
+    """An adapter has the sizes of its model, and its prices where it has none of its own."""
+    prices = {name: price for name in _PRICES if (price := getattr(row, name)) is not None}
+    return replace(base, name=row.name, adapter_of=base.name, adapter_path=row.path, **prices)
+
+
+_PRICES = (
+    "price_prompt_micro_usd_per_mtok",
+    "price_cached_micro_usd_per_mtok",
+    "price_completion_micro_usd_per_mtok",
+)
 
 
 async def list_models(engine: AsyncEngine) -> list[Model]:
@@ -264,6 +287,7 @@ async def apply_cluster(
         regions=len(cluster.regions),
         gpu_types=len(cluster.gpu_types),
         models=len(cluster.models),
+        adapters=len(cluster.adapters),
         slo_classes=len(cluster.slo_classes),
         tenants=len(cluster.tenants),
         nodes=len(cluster.nodes),
@@ -420,6 +444,12 @@ async def upsert_engines(
                 "seats": entry.seats,
                 "kv_tokens": entry.kv_tokens,
                 "state": str(entry.state),
+                "cordon": entry.cordon,
+                "sleep_level": entry.sleep_level,
+                "wake_ms": entry.wake_ms,
+                "load_ms": entry.load_ms,
+                "load_medium": entry.load_medium,
+                "capabilities": entry.capabilities,
             }
             for entry in kept
         ]
@@ -456,9 +486,11 @@ async def _apply(connection: AsyncConnection, cluster: ClusterDocument) -> None:
     for table, entries in (
         (tables.gpu_types, sorted(cluster.gpu_types, key=lambda entry: entry.name)),
         (tables.models, sorted(cluster.models, key=lambda entry: entry.name)),
+        (tables.adapters, sorted(cluster.adapters, key=lambda entry: entry.name)),
         (tables.slo_classes, sorted(cluster.slo_classes, key=lambda entry: entry.name)),
     ):
         await _upsert(connection, table, [entry.model_dump() for entry in entries])
+    await _refuse_shared_names(connection)
     nodes = sorted(cluster.nodes, key=lambda entry: entry.id)
     await _upsert(
         connection, tables.nodes, [entry.model_dump(exclude={"engines"}) for entry in nodes]
@@ -508,6 +540,18 @@ async def _apply(connection: AsyncConnection, cluster: ClusterDocument) -> None:
         )
 
 
+async def _refuse_shared_names(connection: AsyncConnection) -> None:
+    shared = await connection.scalar(
+        select(tables.adapters.c.name)
+        .where(tables.adapters.c.name.in_(select(tables.models.c.name)))
+        .limit(1)
+    )
+    if shared is not None:
+        raise ConfigurationError(
+            f"nothing was changed: `{shared}` is a model and can not be an adapter too"
+        )
+
+
 def _told_of(record: TenantRecord) -> Members:
     return {
         "name": record.name,
@@ -524,6 +568,7 @@ async def _declared(connection: AsyncConnection, cluster: ClusterDocument) -> di
         ("regions", tables.regions, cluster.regions, {"created_at"}),
         ("gpu_types", tables.gpu_types, [entry.name for entry in cluster.gpu_types], set()),
         ("models", tables.models, [entry.name for entry in cluster.models], set()),
+        ("adapters", tables.adapters, [entry.name for entry in cluster.adapters], set()),
         ("slo_classes", tables.slo_classes, [entry.name for entry in cluster.slo_classes], set()),
         (
             "nodes",

@@ -30,6 +30,9 @@ ModelName = Annotated[
 EngineName = Annotated[
     str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_/.-]*$", max_length=127)
 ]
+ProfileName = Annotated[
+    str, StringConstraints(pattern=r"^([A-Za-z0-9][A-Za-z0-9_.-]*)?$", max_length=63)
+]
 Address = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9.:_-]+$", max_length=253)]
 Label = Annotated[str, StringConstraints(min_length=1, max_length=255, pattern=r"^[^\x00]*$")]
 Count = Annotated[int, Field(gt=0, le=2**31 - 1)]
@@ -92,6 +95,19 @@ class ModelDocument(_Strict):
         return self
 
 
+class AdapterDocument(_Strict):
+    """A LoRA adapter of a model: served under its own name by the model's engines that have it loaded from
+    `path` on their nodes. Prices that are left out are the model's.
+    """
+
+    name: ModelName
+    adapter_of: ModelName
+    path: Label
+    price_prompt_micro_usd_per_mtok: MicroUsd | None = None
+    price_cached_micro_usd_per_mtok: MicroUsd | None = None
+    price_completion_micro_usd_per_mtok: MicroUsd | None = None
+
+
 class SloClassDocument(_Strict):
     name: Name
     ttft_ms_max: Milliseconds
@@ -112,7 +128,10 @@ class TenantDocument(_Strict):
 
 
 class EngineDocument(_Strict):
-    """An engine that the node's agent starts. `options` are checked by the adapter of its kind."""
+    """An engine that the node's agent starts. `options` are checked by the adapter of its kind.
+
+    `profile` names an engine profile that the agent knows; `options` stand above it.
+    """
 
     engine_id: EngineName
     kind: Name
@@ -120,6 +139,7 @@ class EngineDocument(_Strict):
     role: Literal["prefill", "decode", "both"]
     gpus: Count
     options: dict[str, str | int | float | bool] = {}
+    profile: ProfileName = ""
 
 
 class NodeDocument(_Strict):
@@ -137,6 +157,7 @@ class ClusterDocument(_Strict):
     regions: Annotated[tuple[Name, ...], _Entries] = ()
     gpu_types: Annotated[tuple[GpuTypeDocument, ...], _Entries] = ()
     models: Annotated[tuple[ModelDocument, ...], _Entries] = ()
+    adapters: Annotated[tuple[AdapterDocument, ...], _Entries] = ()
     slo_classes: Annotated[tuple[SloClassDocument, ...], _Entries] = ()
     tenants: Annotated[tuple[TenantDocument, ...], _Entries] = ()
     nodes: Annotated[tuple[NodeDocument, ...], _Entries] = ()
@@ -146,6 +167,9 @@ class ClusterDocument(_Strict):
         _refuse_duplicates("regions", self.regions)
         _refuse_duplicates("gpu_types", (entry.name for entry in self.gpu_types))
         _refuse_duplicates("models", (entry.name for entry in self.models))
+        names = [entry.name for entry in self.models]
+        names += [entry.name for entry in self.adapters]
+        _refuse_duplicates("models and adapters", names)
         _refuse_duplicates("slo_classes", (entry.name for entry in self.slo_classes))
         _refuse_duplicates("tenants", (entry.id for entry in self.tenants))
         _refuse_duplicates("nodes", (entry.id for entry in self.nodes))

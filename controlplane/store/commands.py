@@ -2,7 +2,7 @@
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Any
 
@@ -17,11 +17,39 @@ from controlplane.store import audit, tables
 from controlplane.store.audit import LOCAL, Change
 from controlplane.store.paging import Page, newest_first, page
 from controlplane.store.session import transaction
-from dataplane.protocol.messages import CommandKind, EngineSpec
+from dataplane.protocol.messages import CommandKind, EngineSpec, Progress
 
 DETAIL_CHARACTERS_MAX = 2_000
 DEADLINE_S_DEFAULT = 30.0
 _ID_BYTES = 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arguments:
+    """What single kinds of command need beside their engine; empty where they do not."""
+
+    role: str = ""
+    sleep_level: int = 0
+    reason: str = ""
+    adapter: str = ""
+    adapter_path: str = ""
+
+    def given(self) -> dict[str, str | int]:
+        return {name: value for name, value in asdict(self).items() if value}
+
+
+NO_ARGUMENTS = Arguments()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommandProgress:
+    """How far the agent was with it when it last told. `done_ratio` is of the phase, None when unknown."""
+
+    phase: str
+    done_ratio: float | None
+    elapsed_ms: int
+    expected_ms: int
+    calls_left: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +68,8 @@ class CommandRecord:
     created_at: datetime
     sent_at: datetime | None
     ended_at: datetime | None
+    arguments: Arguments = NO_ARGUMENTS
+    progress: CommandProgress | None = None
 
 
 async def enqueue(
@@ -50,6 +80,7 @@ async def enqueue(
     kind: CommandKind,
     deadline_s: float = DEADLINE_S_DEFAULT,
     spec: EngineSpec | None = None,
+    arguments: Arguments = NO_ARGUMENTS,
     command_id: CommandId | None = None,
     by: Change = LOCAL,
 ) -> CommandRecord:
@@ -58,7 +89,11 @@ async def enqueue(
     Raises ConfigurationError when the node does not exist.
     """
     identifier = command_id or CommandId(f"cmd-{secrets.token_hex(_ID_BYTES)}")
-    body = {"deadline_s": deadline_s, "spec": None if spec is None else msgspec.to_builtins(spec)}
+    body = {
+        "deadline_s": deadline_s,
+        "spec": None if spec is None else msgspec.to_builtins(spec),
+        **({"arguments": arguments.given()} if arguments.given() else {}),
+    }
     try:
         async with transaction(engine) as connection:
             added = await connection.execute(
@@ -98,6 +133,7 @@ async def enqueue(
                         "gpus": spec.gpus,
                         "options": sorted(spec.options),
                     },
+                    **arguments.given(),
                 }
                 await audit.note(
                     connection, by, f"engine.{kind}", f"engine:{engine_id}", None, told
@@ -129,6 +165,14 @@ async def find(engine: AsyncEngine, ids: Sequence[CommandId]) -> dict[CommandId,
     return {record.id: record for record in records}
 
 
+_PROGRESS = text("""
+UPDATE commands SET progress = CAST(:told AS jsonb)
+WHERE id = ANY(:ids) AND node_id = :node_id AND ended_at IS NULL
+  AND (progress IS NULL OR ((progress->>'epoch')::bigint, (progress->>'sequence')::bigint)
+                         < (CAST(:epoch AS bigint), CAST(:sequence AS bigint)))
+""")
+
+
 async def mark_sent(engine: AsyncEngine, command_id: CommandId, epoch: int) -> bool:
     """Note that the leader of `epoch` sent it. False: another one leads by now, or it was
     answered.
@@ -147,7 +191,7 @@ async def mark_sent(engine: AsyncEngine, command_id: CommandId, epoch: int) -> b
 
 
 async def finish(engine: AsyncEngine, command_id: CommandId, state: str, detail: str) -> bool:
-    """Note the agent's answer: done, failed or stale_epoch. The first answer stands."""
+    """Note the agent's answer: done, failed, refused or stale_epoch. The first answer stands."""
     async with transaction(engine) as connection:
         ended = await connection.execute(
             update(tables.commands)
@@ -164,10 +208,39 @@ async def finish(engine: AsyncEngine, command_id: CommandId, state: str, detail:
     return ended.rowcount > 0
 
 
+async def note_progress(engine: AsyncEngine, message: Progress) -> None:
+    """Note how far an agent is with the commands that it names. Later news stands, and none counts
+    after the end. Raises StateUnavailable.
+    """
+    if not message.command_ids:
+        return
+    told = {
+        "epoch": message.agent_epoch,
+        "sequence": message.sequence,
+        "phase": str(message.phase),
+        "done_ratio": message.done_ratio,
+        "elapsed_ms": message.elapsed_ms,
+        "expected_ms": message.expected_ms,
+        "calls_left": message.calls_left,
+    }
+    async with transaction(engine) as connection:
+        await connection.execute(
+            _PROGRESS,
+            {
+                "ids": message.command_ids,
+                "node_id": message.node_id,
+                "told": msgspec.json.encode(told).decode(),
+                "epoch": message.agent_epoch,
+                "sequence": message.sequence,
+            },
+        )
+
+
 async def list_commands(
     engine: AsyncEngine,
     *,
     node_id: NodeId | None = None,
+    engine_id: EngineId | None = None,
     limit: int = 50,
     cursor: str | None = None,
 ) -> Page[CommandRecord]:
@@ -175,6 +248,8 @@ async def list_commands(
     statement = select(tables.commands)
     if node_id is not None:
         statement = statement.where(tables.commands.c.node_id == node_id)
+    if engine_id is not None:
+        statement = statement.where(tables.commands.c.engine_id == engine_id)
     statement = newest_first(
         statement,
         tables.commands.c.created_at,
@@ -202,4 +277,18 @@ def _record(row: Row[Any]) -> CommandRecord:
         created_at=row.created_at,
         sent_at=row.sent_at,
         ended_at=row.ended_at,
+        arguments=Arguments(**row.body.get("arguments", {})),
+        progress=_progress(row.progress),
+    )
+
+
+def _progress(told: dict[str, Any] | None) -> CommandProgress | None:
+    if told is None:
+        return None
+    return CommandProgress(
+        phase=told["phase"],
+        done_ratio=told["done_ratio"],
+        elapsed_ms=told["elapsed_ms"],
+        expected_ms=told["expected_ms"],
+        calls_left=told["calls_left"],
     )

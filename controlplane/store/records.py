@@ -190,7 +190,7 @@ async def get_request(engine: AsyncEngine, request_id: RequestId) -> RequestDeta
                 tables.attempts.c.detail,
             )
             .where(tables.attempts.c.request_id == request_id)
-            .order_by(tables.attempts.c.number, tables.attempts.c.leg.desc())
+            .order_by(tables.attempts.c.number, tables.attempts.c.leg != "prefill")
         )
         return RequestDetail(
             request=RequestRecord(**_members(row)),

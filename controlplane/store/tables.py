@@ -131,6 +131,23 @@ models = Table(
     ),
 )
 
+# Adapters of models, served by the engines of those. A price of NULL is the model's.
+adapters = Table(
+    "adapters",
+    metadata,
+    Column("name", String(255), primary_key=True),
+    Column("adapter_of", ForeignKey("models.name"), nullable=False),
+    Column("path", Text, nullable=False),
+    Column("price_prompt_micro_usd_per_mtok", BigInteger),
+    Column("price_cached_micro_usd_per_mtok", BigInteger),
+    Column("price_completion_micro_usd_per_mtok", BigInteger),
+    CheckConstraint(
+        "price_prompt_micro_usd_per_mtok >= 0 AND price_cached_micro_usd_per_mtok >= 0"
+        " AND price_completion_micro_usd_per_mtok >= 0",
+        name="prices",
+    ),
+)
+
 # What agents last declared; the live state is in the replicas' memory.
 engines = Table(
     "engines",
@@ -146,10 +163,32 @@ engines = Table(
     Column("kv_tokens", BigInteger, nullable=False),
     Column("state", String(15), nullable=False),
     Column("updated_at", DateTime(timezone=True), nullable=False, server_default=func.now()),
+    Column("cordon", Text, nullable=False, server_default=text("''")),
+    Column("sleep_level", Integer, nullable=False, server_default=text("0")),
+    Column("wake_ms", Integer, nullable=False, server_default=text("0")),
+    Column("load_ms", Integer, nullable=False, server_default=text("0")),
+    Column("load_medium", String(15), nullable=False, server_default=text("''")),
+    Column("capabilities", JSONB, nullable=False, server_default=text("'[]'::jsonb")),
     CheckConstraint(_one_of("role", ("prefill", "decode", "both")), name="role"),
     CheckConstraint(
-        _one_of("state", ("starting", "serving", "draining", "stopped", "failed")), name="state"
+        _one_of("state", ("starting", "serving", "draining", "sleeping", "stopped", "failed")),
+        name="state",
     ),
+)
+
+# What agents measured of the starts of engines. `load_ms` is smoothed, `started_ms` that of the latest.
+weight_loads = Table(
+    "weight_loads",
+    metadata,
+    Column("model", ForeignKey("models.name", ondelete="CASCADE"), primary_key=True),
+    Column("node_id", ForeignKey("nodes.id", ondelete="CASCADE"), primary_key=True),
+    Column("gpus", Integer, primary_key=True, autoincrement=False),
+    Column("medium", String(15), primary_key=True),
+    Column("load_ms", Integer, nullable=False),
+    Column("loads", BigInteger, nullable=False),
+    Column("started_ms", BigInteger, nullable=False),
+    Column("updated_at", DateTime(timezone=True), nullable=False, server_default=func.now()),
+    CheckConstraint("load_ms > 0 AND loads > 0", name="measured"),
 )
 
 slo_classes = Table(
@@ -285,8 +324,10 @@ commands = Table(
     _created(),
     Column("sent_at", DateTime(timezone=True)),
     Column("ended_at", DateTime(timezone=True)),
+    Column("progress", JSONB),
     CheckConstraint(
-        _one_of("state", ("pending", "sent", "done", "failed", "stale_epoch")), name="state"
+        _one_of("state", ("pending", "sent", "done", "failed", "refused", "stale_epoch")),
+        name="state",
     ),
     Index("ix_commands_unsent", "created_at", postgresql_where=text("state = 'pending'")),
     Index("ix_commands_ended_at", "ended_at", postgresql_where=text("ended_at IS NOT NULL")),
@@ -434,7 +475,9 @@ attempts = Table(
     metadata,
     Column("request_id", ForeignKey("requests.id", ondelete="CASCADE"), primary_key=True),
     Column("number", SmallInteger, primary_key=True),
-    Column("leg", String(15), primary_key=True),  # "whole", "prefill" or "decode"
+    Column(
+        "leg", String(15), primary_key=True
+    ),  # "whole", "prefill", "decode", or how a stream went on
     Column("engine_id", String(127), nullable=False),
     Column("outcome", String(31), nullable=False),
     Column("detail", Text, nullable=False, server_default=text("''")),

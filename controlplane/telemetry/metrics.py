@@ -149,6 +149,7 @@ _TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 
 _TPOT_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5)
 _E2E_S = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
 _QUEUE_S = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+_KV_LAG_S = (0.01, 0.025, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2, 5, 10)
 _DECISION_S = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 1e-1)
 
 
@@ -222,6 +223,24 @@ class Metrics:
             "headway_streams_cut", "headway.streams.cut", "{stream}", ("model",),
             "Streams ended in the middle because their budget was spent.",
         )  # fmt: skip
+        self.stream_resumes = self._counter(
+            "headway_stream_resumes", "headway.stream.resumes", "{stream}", ("resume_class", "outcome"),
+            "Streams that lost their engine, by how they can go on elsewhere (continue, replay, lossless, none)"
+            " and by what came of it: resumed, ended (only the end was lost), diverged, not_possible or no_engine.",
+        )  # fmt: skip
+        self.resume_gap = self._histogram(
+            "headway_stream_resume_gap_seconds", "headway.stream.resume.gap", "s", ("resume_class",),
+            "From the loss of a stream's engine to the next engine's first new words.",
+            bounds=_QUEUE_S,
+        )  # fmt: skip
+        self.resume_tokens = self._counter(
+            "headway_stream_resume_tokens", "headway.stream.resume.tokens", "{token}", ("resume_class",),
+            "Tokens of moved streams that a second engine had to say again.",
+        )  # fmt: skip
+        self.resume_bytes = self._gauge(
+            "headway_stream_record_bytes", "headway.stream.record.bytes", "By", (),
+            "Bytes kept of running streams, so that other engines can go on with them.",
+        )  # fmt: skip
         self.cached_answers = self._counter(
             "headway_response_cache_calls", "headway.response_cache.calls", "{request}",
             ("tenant_class", "result"),
@@ -267,6 +286,12 @@ class Metrics:
         self.retries = self._counter(
             "headway_retries", "headway.retries", "{retry}", ("verdict",),
             "Retries wanted after a failure before the first byte, allowed or denied.",
+        )  # fmt: skip
+
+        self.prefill_fallbacks = self._counter(
+            "headway_prefill_fallbacks", "headway.prefill.fallbacks", "{request}", ("model", "leg"),
+            "First legs of pairs that failed, by what was done instead: another prefill, or the whole call"
+            " on the engine that decodes.",
         )  # fmt: skip
 
         # The life of policy bundles.
@@ -336,6 +361,46 @@ class Metrics:
             "headway_engine_breaker_state", "headway.engine.breaker.state", "1",
             ("engine", "model", "region"),
             "Breaker of an engine: 0 closed, 1 half-open, 2 open.",
+        )  # fmt: skip
+        self.engine_cordoned = self._gauge(
+            "headway_engine_cordoned", "headway.engine.cordoned", "1",
+            ("engine", "model", "region"),
+            "1 for an engine that its agent keeps from new work: by command, crash loop or GPU.",
+        )  # fmt: skip
+        self.engine_sleep_level = self._gauge(
+            "headway_engine_sleep_level", "headway.engine.sleep.level", "1",
+            ("engine", "model", "region"),
+            "0 awake, 1 weights in host memory, 2 weights dropped.",
+        )  # fmt: skip
+        self.engine_load_seconds = self._gauge(
+            "headway_engine_load_seconds", "headway.engine.load.duration", "s",
+            ("engine", "model", "region"),
+            "What the engine's start took until it served.",
+        )  # fmt: skip
+        self.gpu_memory_used = self._gauge(
+            "headway_gpu_memory_used_bytes", "headway.gpu.memory.used", "By", ("node", "gpu"),
+            "Memory in use on a GPU, as its driver tells.",
+        )  # fmt: skip
+        self.gpu_memory_total = self._gauge(
+            "headway_gpu_memory_total_bytes", "headway.gpu.memory.total", "By", ("node", "gpu"),
+            "Memory of a GPU.",
+        )  # fmt: skip
+        self.gpu_utilisation_ratio = self._gauge(
+            "headway_gpu_utilisation_ratio", "headway.gpu.utilisation", "1", ("node", "gpu"),
+            "Share of time in which some kernel ran on a GPU.",
+        )  # fmt: skip
+        self.gpu_temperature = self._gauge(
+            "headway_gpu_temperature_celsius", "headway.gpu.temperature", "Cel", ("node", "gpu"),
+            "Temperature of a GPU.",
+        )  # fmt: skip
+        self.gpu_ecc_uncorrected = self._gauge(
+            "headway_gpu_ecc_uncorrected_errors", "headway.gpu.ecc.uncorrected", "{error}",
+            ("node", "gpu"),
+            "Memory errors that could not be corrected since the driver was loaded.",
+        )  # fmt: skip
+        self.gpu_at_fault = self._gauge(
+            "headway_gpu_at_fault", "headway.gpu.at_fault", "1", ("node", "gpu"),
+            "1 for a GPU that can not be trusted, after an Xid error or a memory error.",
         )  # fmt: skip
         self.engine_ramp_ratio = self._gauge(
             "headway_engine_ramp_ratio", "headway.engine.ramp.ratio", "1",
@@ -430,6 +495,45 @@ class Metrics:
         self.class_bid_price = self._gauge(
             "headway_class_bid_price_usd", "headway.class.bid_price", "{USD}", ("class_id",),
             "Value that one workflow of a class displaces; below it, it is worth less than its place.",
+        )  # fmt: skip
+
+        # What engines tell of their prefix caches.
+        self.kv_events = self._counter(
+            "headway_kv_events", "headway.kv.events", "{event}", ("engine",),
+            "Blocks stored, removed or cleared, as engines told their agents.",
+        )  # fmt: skip
+        self.kv_batches = self._counter(
+            "headway_kv_batches", "headway.kv.batches", "{message}", ("result",),
+            "Reports of prefix caches: applied, repeated, waiting for those before them, early or stale (of a later or"
+            " an earlier life of engine or agent) or refused.",
+        )  # fmt: skip
+        self.kv_gaps = self._counter(
+            "headway_kv_gaps", "headway.kv.gaps", "{gap}", ("leg",),
+            "Times that messages were missing, between engine and agent (engine) or agent and replica (bus).",
+        )  # fmt: skip
+        self.kv_replayed = self._counter(
+            "headway_kv_replayed", "headway.kv.replayed", "{message}", ("leg",),
+            "Messages that were asked for again and came, engine to agent (engine) or agent to replica (bus).",
+        )  # fmt: skip
+        self.kv_clears = self._counter(
+            "headway_kv_clears", "headway.kv.clears", "{clear}", ("reason",),
+            "Times that all that was known of an engine's prefix cache was given up: restarted, lost, cleared,"
+            " overflow, missed (between agent and replica) or silent.",
+        )  # fmt: skip
+        self.kv_lag = self._histogram(
+            "headway_kv_lag_seconds", "headway.kv.lag", "s", (),
+            "From an engine's event to when this replica decides by it; the oldest event of each report.",
+            bounds=_KV_LAG_S,
+        )  # fmt: skip
+        self.kv_blocks = self._gauge(
+            "headway_engine_kv_blocks_cached", "headway.engine.kv.blocks.cached", "{block}",
+            ("engine", "model", "region"),
+            "Different blocks in the prefix cache of an engine that is followed.",
+        )  # fmt: skip
+        self.kv_sessions = self._gauge(
+            "headway_engine_kv_calls_cached", "headway.engine.kv.calls.cached", "{request}",
+            ("engine", "model", "region"),
+            "Calls of this replica of which an engine is known to hold something.",
         )  # fmt: skip
 
         # Models chosen by outcomes.

@@ -70,5 +70,8 @@ class GateObserver:
     def attempted(self, leg: str, outcome: AttemptOutcome) -> None:
         self._metrics.attempts.add((leg, outcome))
 
+    def prefill_failed(self, model: str, *, is_elsewhere: bool) -> None:
+        self._metrics.prefill_fallbacks.add((model, "prefill" if is_elsewhere else "whole"))
+
     def retried(self, *, is_allowed: bool) -> None:
         self._metrics.retries.add(("allowed" if is_allowed else "denied",))

@@ -55,6 +55,12 @@ class Answer(msgspec.Struct, frozen=True):
     kv_transfer_params: msgspec.Raw = _ABSENT
 
 
+class Detokenized(msgspec.Struct, frozen=True):
+    """The text of some tokens, under the name that vLLM gives it."""
+
+    prompt: str
+
+
 class ChunkChoice(msgspec.Struct, frozen=True):
     """`delta` of chat, `text` of completions."""
 

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 import nats.errors
+import nats.js.errors
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
@@ -59,6 +60,30 @@ class AgentBus:
         try:
             await client.publish(node_subject(self._settings.node_id, kind), encode(message))
         except nats.errors.Error as error:
+            await self._on_error(error)
+            return False
+        return True
+
+    async def store(self, kind: str, message: msgspec.Struct, name: str, seconds: float) -> bool:
+        """Send to a subject of this node, and wait until the bus has stored it; False when it has not.
+
+        It may have been heard all the same. A message of the same `name` is stored once.
+        """
+        client = self.client
+        if client is None or not client.is_connected:
+            return False
+        jetstream = client.jetstream(timeout=seconds)
+        try:
+            await jetstream.publish(
+                node_subject(self._settings.node_id, kind),
+                encode(message),
+                headers={"Nats-Msg-Id": name},
+            )
+        except (nats.errors.Error, nats.js.errors.Error) as error:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                # The client tells a cancellation in a closed connection as an error.
+                raise asyncio.CancelledError from error
             await self._on_error(error)
             return False
         return True

@@ -5,6 +5,8 @@ kept informed that work goes on, and delivers it again after a crash of the agen
 """
 
 import asyncio
+from collections.abc import Callable
+from typing import assert_never
 
 import nats.errors
 import nats.js.errors
@@ -14,6 +16,7 @@ from nats.js import JetStreamContext
 from dataplane.agent import log
 from dataplane.agent.bus import AgentBus
 from dataplane.agent.disk import AgentDisk, CommandResult, DiskError
+from dataplane.agent.keeper import Refusal
 from dataplane.agent.supervisor import Supervisor
 from dataplane.engines.base import EngineError
 from dataplane.protocol.messages import (
@@ -21,6 +24,7 @@ from dataplane.protocol.messages import (
     Command,
     CommandKind,
     CommandState,
+    EngineSpec,
     ProtocolError,
     decode,
 )
@@ -29,7 +33,8 @@ from dataplane.protocol.subjects import COMMAND_STREAM
 FETCH_S = 5.0
 RETRY_S = 1.0
 IN_PROGRESS_S = 5.0
-COMMANDS_IN_FLIGHT_MAX = 16
+# A node is drained by a command for each of its engines.
+COMMANDS_IN_FLIGHT_MAX = 128
 RESULTS_KEPT_MAX = 256
 DRAIN_S_MAX = 24 * 3600.0
 
@@ -43,7 +48,11 @@ class CommandRunner:
         bus: AgentBus,
         disk: AgentDisk,
         supervisor: Supervisor,
+        on_uncordon: Callable[[EngineSpec], None] = lambda _: None,
     ) -> None:
+        """`on_uncordon` is told of each engine whose operator trusts it again."""
+        self._on_uncordon = on_uncordon
+        self._obeyed: dict[str, Command] = {}
         self._node_id = node_id
         self._agent_epoch = agent_epoch
         self._bus = bus
@@ -114,6 +123,7 @@ class CommandRunner:
     async def _obey(self, command: Command, message: Msg) -> None:
         async with self._places:
             work = asyncio.ensure_future(self._result(command))
+            self._obeyed[command.command_id] = command
             try:
                 while not work.done():
                     await asyncio.wait({work}, timeout=IN_PROGRESS_S)
@@ -122,6 +132,7 @@ class CommandRunner:
                 result = work.result()
             finally:
                 work.cancel()
+                self._obeyed.pop(command.command_id, None)
         told = await self._bus.publish(
             "ack",
             Acknowledgement(
@@ -155,6 +166,8 @@ class CommandRunner:
         state, detail = CommandState.DONE, ""
         try:
             await self._run(command)
+        except Refusal as error:
+            state, detail = CommandState.REFUSED, str(error)
         except (EngineError, DiskError, OSError) as error:
             state, detail = CommandState.FAILED, str(error)
         result = CommandResult(command_id=command.command_id, state=state, detail=detail)
@@ -170,18 +183,43 @@ class CommandRunner:
         return result
 
     async def _run(self, command: Command) -> None:
+        supervisor, engine_id = self._supervisor, command.engine_id
+        deadline_s = min(max(0.0, command.deadline_s), DRAIN_S_MAX)
         match command.kind:
             case CommandKind.LOAD:
-                if command.spec is None or command.spec.engine_id != command.engine_id:
-                    raise EngineError("a load command needs the specification of its engine")
-                await self._supervisor.load(command.spec)
+                if command.spec is None or command.spec.engine_id != engine_id:
+                    raise Refusal("a load command needs the specification of its engine")
+                await supervisor.load(command.spec)
             case CommandKind.UNLOAD:
-                await self._supervisor.unload(command.engine_id)
+                await supervisor.unload(engine_id, deadline_s)
             case CommandKind.DRAIN:
-                deadline_s = min(max(0.0, command.deadline_s), DRAIN_S_MAX)
-                await self._supervisor.drain(command.engine_id, deadline_s)
+                await supervisor.drain(engine_id, deadline_s)
             case CommandKind.STOP:
-                await self._supervisor.stop(command.engine_id)
+                await supervisor.stop(engine_id)
+            case CommandKind.RESTART:
+                await supervisor.restart(engine_id, deadline_s)
+            case CommandKind.ROLE:
+                await supervisor.set_role(engine_id, command.role, deadline_s)
+            case CommandKind.SLEEP:
+                await supervisor.sleep(engine_id, command.sleep_level, deadline_s)
+            case CommandKind.WAKE:
+                await supervisor.wake(engine_id)
+            case CommandKind.RESET_CACHE:
+                await supervisor.reset_cache(engine_id)
+            case CommandKind.CORDON:
+                supervisor.cordon(engine_id, command.reason)
+            case CommandKind.UNCORDON:
+                self._on_uncordon(supervisor.uncordon(engine_id))
+            case CommandKind.LORA_LOAD:
+                await supervisor.load_adapter(engine_id, command.adapter, command.adapter_path)
+            case CommandKind.LORA_UNLOAD:
+                await supervisor.unload_adapter(engine_id, command.adapter)
+            case _:
+                assert_never(command.kind)
+
+    def waiting_for(self, engine_id: str) -> list[str]:
+        """Commands that are being obeyed for this engine."""
+        return [name for name, command in self._obeyed.items() if command.engine_id == engine_id]
 
     def _remember(self, result: CommandResult) -> None:
         self._results[result.command_id] = result

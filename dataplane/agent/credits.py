@@ -7,7 +7,7 @@ its new grant is smaller, until it says that it holds less or its loan ends.
 INVARIANT: for each engine, Σ lent + work of unknown owners ≤ capacity, in seats and in KV tokens.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 CREDIT_TTL_MS = 15_000
@@ -59,6 +59,8 @@ class _Account:
     unknown: Amount = NOTHING
     unknown_until_ms: int = 0
     loans: dict[str, _Loan] = field(default_factory=dict)
+    # Replicas that know that it is closed.
+    closed_by: set[str] = field(default_factory=set)
 
     def lent(self) -> Amount:
         loans = self.loans.values()
@@ -79,6 +81,7 @@ class CreditBook:
             self._accounts[engine_id] = _Account(capacity)
             return
         account.is_open = True
+        account.closed_by.clear()
         account.capacity = capacity
         busy = _plus(account.lent(), account.unknown)
         if busy[0] > capacity[0] or busy[1] > capacity[1]:
@@ -92,6 +95,21 @@ class CreditBook:
 
     def forget(self, engine_id: str) -> None:
         self._accounts.pop(engine_id, None)
+
+    def heard(self, replica_id: str, closed: Collection[str]) -> None:
+        """The replica sends nothing more to these engines, until it is told that they are open."""
+        for engine_id in closed:
+            account = self._accounts.get(engine_id)
+            if account is not None and not account.is_open:
+                account.closed_by.add(replica_id)
+
+    def is_withdrawn(self, engine_id: str, now_ms: int) -> bool:
+        """The engine is closed, and every replica that could send to it knows that."""
+        account = self._accounts.get(engine_id)
+        if account is None:
+            return True
+        _expire(account, now_ms)
+        return not account.is_open and account.loans.keys() <= account.closed_by
 
     def note_unknown(self, engine_id: str, busy: Amount, now_ms: int) -> None:
         """Work runs on the engine that no loan of this book covers: an earlier agent's."""

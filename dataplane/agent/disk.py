@@ -21,12 +21,16 @@ class DiskError(Exception):
 
 
 class WantedEngine(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine and whether it should run. `is_forgotten` hides one that a command has unloaded."""
+    """An engine and whether it should run. `is_forgotten` hides one that a command has unloaded.
+
+    `cordon` says why it takes nothing new, empty when it does.
+    """
 
     spec: EngineSpec
     is_running: bool
     is_forgotten: bool = False
     is_from_file: bool = False
+    cordon: str = ""
 
 
 class ProcessRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,6 +47,9 @@ class ProcessRecord(msgspec.Struct, frozen=True, kw_only=True):
     start_ticks: int = 0
     started_ms: int = 0
     was_ready: bool = False
+    sleep_level: int = 0
+    load_ms: int = 0
+    load_medium: str = ""
 
 
 class CommandResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,6 +101,13 @@ class AgentDisk:
 
     def save_commands(self, memory: CommandMemory) -> None:
         self._write("commands.json", memory)
+
+    def load_times(self) -> dict[str, int]:
+        """Milliseconds of earlier starts, by what was started."""
+        return self._read("load_times.json", dict[str, int]) or {}
+
+    def save_load_times(self, load_times: dict[str, int]) -> None:
+        self._write("load_times.json", load_times)
 
     def engine_folder(self, engine_id: str) -> Path:
         folder = self.folder / "engines" / engine_id

@@ -17,17 +17,20 @@ from nats.aio.msg import Msg
 from dataplane.agent import log
 from dataplane.agent.bus import AgentBus
 from dataplane.agent.commands import CommandRunner
-from dataplane.agent.credits import Amount, CreditBook
+from dataplane.agent.credits import CreditBook
 from dataplane.agent.disk import AgentDisk, DiskError
+from dataplane.agent.gpu_facts import GpuFacts
 from dataplane.agent.keeper import EngineKeeper
+from dataplane.agent.kv_events import KvReporter
 from dataplane.agent.settings import VERSION, AgentSettings, SettingsError, read_settings
 from dataplane.agent.supervisor import Supervisor
-from dataplane.agent.telemetry import report_telemetry
+from dataplane.agent.telemetry import busy_of, report_progress, report_telemetry
 from dataplane.protocol.messages import (
     Beat,
     Bye,
     CreditGrant,
     CreditRequest,
+    EngineSpec,
     EngineState,
     Hello,
     ProtocolError,
@@ -39,6 +42,9 @@ BEAT_S = 1.0
 # Changes that come together are told in one hello.
 HELLO_SETTLE_S = 0.02
 BYE_S_MAX = 2.0
+GPU_READ_S = 1.0
+# Between two waits for errors, for a driver that answers a wait at once.
+GPU_PAUSE_S = 0.1
 
 
 def monotonic_ms() -> int:
@@ -46,21 +52,30 @@ def monotonic_ms() -> int:
 
 
 class Agent:
-    def __init__(self, settings: AgentSettings, disk: AgentDisk) -> None:
+    def __init__(self, settings: AgentSettings, disk: AgentDisk, gpus: GpuFacts) -> None:
         self._settings = settings
+        self._gpus = gpus
         self._agent_epoch = disk.next_agent_epoch()
         self._book = CreditBook()
         self._has_news = asyncio.Event()
         self._stopping = asyncio.Event()
-        self._supervisor = Supervisor(settings, disk, self._on_engine_change)
-        self._bus = AgentBus(settings, on_credits=self._on_credits, on_connected=self._hello)
+        self._supervisor = Supervisor(settings, disk, self._on_engine_change, self._lent)
+        self._bus = AgentBus(settings, on_credits=self._on_credits, on_connected=self._introduce)
         self._commands = CommandRunner(
             node_id=settings.node_id,
             agent_epoch=self._agent_epoch,
             bus=self._bus,
             disk=disk,
             supervisor=self._supervisor,
+            on_uncordon=self._forgive,
         )
+        self._kv = KvReporter(
+            self._bus,
+            self._supervisor,
+            node_id=settings.node_id,
+            agent_epoch=self._agent_epoch,
+        )
+        self._supervisor.on_emptied = self._kv.emptied
 
     def stop(self) -> None:
         self._stopping.set()
@@ -79,8 +94,13 @@ class Agent:
                     group.create_task(self._beat()),
                     group.create_task(self._tell_news()),
                     group.create_task(self._report()),
+                    group.create_task(self._report_progress()),
+                    group.create_task(self._watch_gpus()),
+                    group.create_task(self._supervisor.watch_orphans()),
+                    group.create_task(self._kv.run()),
                 ]
                 await self._stopping.wait()
+                await self._supervisor.withdraw()
                 await self._say_bye()
                 for task in tasks:
                     task.cancel()
@@ -90,6 +110,11 @@ class Agent:
             raise
         await self._supervisor.close()
         log.info("agent stopped", node=self._settings.node_id)
+
+    async def _introduce(self) -> None:
+        """After a connect, or when a replica asks: whoever was away has missed something."""
+        await self._hello()
+        self._kv.retell()
 
     async def _hello(self) -> None:
         await self._bus.publish(
@@ -111,13 +136,17 @@ class Agent:
 
     async def _beat(self) -> None:
         while True:
-            states = {name: keeper.state for name, keeper in self._supervisor.keepers.items()}
+            keepers = list(self._supervisor.keepers.values())
+            states = {name: keeper.state for keeper in keepers for name in keeper.names()}
             await self._bus.publish(
                 "beat",
                 Beat(
                     node_id=self._settings.node_id,
                     agent_epoch=self._agent_epoch,
                     engine_states=states,
+                    cordoned=[
+                        name for keeper in keepers if keeper.cordon for name in keeper.names()
+                    ],
                 ),
             )
             self._book.expire(monotonic_ms())
@@ -128,9 +157,42 @@ class Agent:
             self._bus,
             self._supervisor,
             self._book,
+            self._gpus.now,
+            node_id=self._settings.node_id,
+            agent_epoch=self._agent_epoch,
+            kv_seqs=self._kv.seqs,
+        )
+
+    async def _report_progress(self) -> None:
+        await report_progress(
+            self._bus,
+            self._supervisor,
+            self._commands.waiting_for,
             node_id=self._settings.node_id,
             agent_epoch=self._agent_epoch,
         )
+
+    async def _watch_gpus(self) -> None:
+        """Read the GPUs once a second, and take what the driver tells as soon as it does."""
+        if not self._gpus.count:
+            return
+        read_s = float("-inf")
+        while True:
+            if time.monotonic() - read_s >= GPU_READ_S:
+                read_s = time.monotonic()
+                await asyncio.to_thread(self._gpus.read)
+            self._supervisor.use_gpus(self._gpus.count, self._gpus.faults())
+            if not await asyncio.to_thread(self._gpus.wait):
+                await asyncio.sleep(GPU_PAUSE_S)
+
+    def _forgive(self, spec: EngineSpec) -> None:
+        self._gpus.forgive(spec)
+        self._supervisor.use_gpus(self._gpus.count, self._gpus.faults())
+
+    def _lent(self, engine_id: str) -> tuple[bool, int]:
+        """Whether all replicas know that the engine is closed, and the seats of their calls."""
+        is_withdrawn = self._book.is_withdrawn(engine_id, monotonic_ms())
+        return is_withdrawn, self._book.lent(engine_id)[0]
 
     async def _say_bye(self) -> None:
         bye = Bye(node_id=self._settings.node_id, agent_epoch=self._agent_epoch)
@@ -142,19 +204,25 @@ class Agent:
             log.warning("bye not sent")
 
     def _on_engine_change(self, keeper: EngineKeeper) -> None:
-        engine_id = keeper.spec.engine_id
-        if engine_id not in self._supervisor.keepers:
-            self._book.forget(engine_id)
-        elif keeper.state is EngineState.SERVING and keeper.capacity is not None:
-            capacity: Amount = (keeper.capacity.seats, keeper.capacity.kv_tokens)
-            self._book.open(engine_id, capacity)
+        if keeper.spec.engine_id not in self._supervisor.keepers:
+            for name in keeper.names():
+                self._book.forget(name)
+        elif (
+            keeper.state is EngineState.SERVING
+            and keeper.capacity is not None
+            and not keeper.cordon
+        ):
+            declared = keeper.declared()
+            for facts in declared:
+                self._book.open(facts.engine_id, (facts.seats, facts.kv_tokens))
             if keeper.is_adopted and keeper.telemetry is not None:
                 keeper.is_adopted = False
-                used = int(keeper.telemetry.kv_used_ratio * keeper.capacity.kv_tokens)
-                busy = (keeper.telemetry.running + keeper.telemetry.waiting, used)
-                self._book.note_unknown(engine_id, busy, monotonic_ms())
+                for report, facts in zip(keeper.reports(), declared, strict=False):
+                    busy = busy_of(report, facts)
+                    self._book.note_unknown(facts.engine_id, busy, monotonic_ms())
         else:
-            self._book.close(engine_id)
+            for name in keeper.names():
+                self._book.close(name)
         self._has_news.set()
 
     async def _on_credits(self, message: Msg) -> None:
@@ -165,6 +233,7 @@ class Agent:
         except ProtocolError as error:
             log.warning("credit request unreadable", detail=str(error))
             return
+        self._book.heard(request.replica_id, request.closed)
         holds = self._book.ask(request.replica_id, request.wants, request.held, monotonic_ms())
         grant = CreditGrant(
             node_id=self._settings.node_id,
@@ -177,13 +246,15 @@ class Agent:
 
 async def _serve(settings: AgentSettings) -> None:
     disk = AgentDisk(settings.data_dir)
+    gpus = GpuFacts.find()
     try:
-        agent = Agent(settings, disk)
+        agent = Agent(settings, disk, gpus)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, agent.stop)
         await agent.run()
     finally:
+        gpus.close()
         disk.close()
 
 

@@ -1,4 +1,4 @@
-"""A small HTTP/1.1 client for the engines of one node: GET over kept connections, a few times a second.
+"""A small HTTP/1.1 client for the engines of one node: over kept connections, a few times a second.
 
 A general client costs ten times the CPU per request, and an idle agent does nothing else.
 """
@@ -8,10 +8,21 @@ from typing import cast
 
 import httptools
 
+from dataplane.engines.controls import Call
+
 BODY_BYTES_MAX = 16 * 1024 * 1024
 # Kept connections of one engine: a scrape and a health check at most go on together.
 IDLE_MAX = 2
 OK = 200
+
+
+class BadStatus(OSError):
+    """The engine answered, and not with 200."""
+
+    def __init__(self, path: str, status: int, body: bytes) -> None:
+        super().__init__(f"{path}: status {status}")
+        self.status = status
+        self.body = body
 
 
 class _Connection(asyncio.Protocol):
@@ -79,15 +90,21 @@ class Probe:
         self._idle: dict[int, list[_Connection]] = {}
 
     async def get(self, port: int, path: str, timeout_s: float) -> bytes:
-        """Body of a 200 answer. Raises OSError otherwise."""
-        head = f"GET {path} HTTP/1.1\r\nhost: {self._name}:{port}\r\naccept: */*\r\n\r\n"
+        """Body of a 200 answer. Raises OSError otherwise, BadStatus when there was another."""
+        return await self.call(port, Call(method="GET", path=path), timeout_s)
+
+    async def call(self, port: int, call: Call, timeout_s: float) -> bytes:
+        """Body of a 200 answer. Raises OSError otherwise, BadStatus when there was another."""
+        head = f"{call.method} {call.path} HTTP/1.1\r\nhost: {self._name}:{port}\r\naccept: */*\r\n"
+        if call.method != "GET":
+            head += f"content-type: application/json\r\ncontent-length: {len(call.body)}\r\n"
         try:
             async with asyncio.timeout(timeout_s):
-                status, body = await self._ask(port, head.encode())
+                status, body = await self._ask(port, head.encode() + b"\r\n" + call.body)
         except TimeoutError as error:
-            raise OSError(f"{path}: no answer in {timeout_s:.1f} s") from error
+            raise OSError(f"{call.path}: no answer in {timeout_s:.1f} s") from error
         if status != OK:
-            raise OSError(f"{path}: status {status}")
+            raise BadStatus(call.path, status, body)
         return body
 
     async def _ask(self, port: int, request: bytes) -> tuple[int, bytes]:

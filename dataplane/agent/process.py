@@ -10,21 +10,24 @@ import contextlib
 import os
 import secrets
 import signal
-import socket
 import subprocess
+import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from dataplane.agent import engine_log
 from dataplane.engines.base import EngineError, Launch
 
-# An engine's log is cut when it grows over this; the log of the process before is kept.
-LOG_BYTES_MAX = 64 * 1024 * 1024
 POLL_S = 0.05
 KILL_S_MAX = 5.0
+# A server whose workers have all ended answers nobody. vLLM can wait for its open streams so for ever.
+ALONE_S_MAX = 2.0
 # Marks every process of one launch, so that one started just before a crash is found again.
 TOKEN_VARIABLE = "HEADWAY_ENGINE_LAUNCH"  # noqa: S105 - a mark, not a secret
+# Marks every process that one agent has started, whatever became of its parent and its session.
+OWNER_VARIABLE = "HEADWAY_ENGINE_OWNER"
 # Secrets and settings of Headway itself are none of an engine's business.
 _HIDDEN_PREFIXES = ("HEADWAY_", "NATS_", "DATABASE_", "PG")
 _HIDDEN = frozenset({"VLLM_SERVER_DEV_MODE", "VLLM_ALLOW_RUNTIME_LORA_UPDATING"})
@@ -98,24 +101,55 @@ def find_launch(token: str) -> int | None:
     return None
 
 
-def free_ports(host: str, count: int) -> list[int]:
-    """Ports that nobody listens on at this moment."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server((host, 0))) for _ in range(count)]
-        return [int(one.getsockname()[1]) for one in sockets]
+@dataclass(frozen=True, slots=True)
+class Marked:
+    """A living process that carries the mark of an agent, and of one of its launches."""
+
+    pid: int
+    start_ticks: int
+    session: int
+    token: str
+
+
+def marked_by(owner: str) -> list[Marked]:
+    """Every process that the agent `owner` or one before it has started, or that those have."""
+    found = []
+    mark = f"{OWNER_VARIABLE}={owner}".encode()
+    prefix = f"{TOKEN_VARIABLE}=".encode()
+    for pid, stat in _processes():
+        if stat.state in "ZX":
+            continue
+        try:
+            environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if mark in environment:
+            token = next((one for one in environment if one.startswith(prefix)), prefix)
+            words = token.removeprefix(prefix).decode(errors="replace")
+            found.append(Marked(pid, stat.start_ticks, stat.session, words))
+    return found
+
+
+def end_marked(process: Marked) -> None:
+    """SIGKILL, unless its pid is another process's by now."""
+    if living(process.pid, process.start_ticks):
+        _signal(process.pid, signal.SIGKILL)
 
 
 def new_token() -> str:
     return secrets.token_hex(16)
 
 
-def engine_environment(inherited: Mapping[str, str], launch: Launch, token: str) -> dict[str, str]:
+def engine_environment(
+    inherited: Mapping[str, str], launch: Launch, token: str, owner: str = ""
+) -> dict[str, str]:
     environment = {
         name: value
         for name, value in inherited.items()
         if name not in _HIDDEN and not name.startswith(_HIDDEN_PREFIXES)
     }
-    return {**environment, **launch.environment, TOKEN_VARIABLE: token}
+    marks = {TOKEN_VARIABLE: token, **({OWNER_VARIABLE: owner} if owner else {})}
+    return {**environment, **launch.environment, **marks}
 
 
 class EngineProcess:
@@ -127,36 +161,57 @@ class EngineProcess:
         self.pid = pid
         self.start_ticks = start_ticks
         self._child = child
+        self._writer = 0
 
     @classmethod
-    def start(cls, launch: Launch, environment: dict[str, str], folder: Path) -> "EngineProcess":
-        """Start in a new session, output into `engine.log`. Raises EngineError when it can not be
-        executed.
+    def start(
+        cls,
+        launch: Launch,
+        environment: dict[str, str],
+        folder: Path,
+        keep_open: Sequence[int] = (),
+    ) -> "EngineProcess":
+        """Start in a new session, output into `engine.log`, with the descriptors `keep_open`.
+
+        Raises EngineError when it can not be executed.
         """
-        log = folder / "engine.log"
-        if log.exists():
-            log.replace(folder / "engine.log.before")
-        with log.open("ab") as output:
-            try:
-                child = subprocess.Popen(
-                    launch.argv,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                    env=environment,
-                    start_new_session=True,
-                )
-            except OSError as error:
-                raise EngineError(f"`{launch.argv[0]}` can not be started: {error}") from error
+        engine_log.begin(folder)
+        read_end, write_end = os.pipe()
+        try:
+            writer = _start_writer(read_end, folder, environment)
+            child = subprocess.Popen(
+                launch.argv,
+                stdin=subprocess.DEVNULL,
+                stdout=write_end,
+                stderr=write_end,
+                env=environment,
+                pass_fds=tuple(keep_open),
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise EngineError(f"`{launch.argv[0]}` can not be started: {error}") from error
+        finally:
+            os.close(read_end)
+            os.close(write_end)
         stat = stat_of(child.pid)
         if stat is None:
             raise EngineError(f"`{launch.argv[0]}` vanished at its start")
-        return cls(child.pid, stat.start_ticks, child)
+        started = cls(child.pid, stat.start_ticks, child)
+        started._writer = writer
+        return started
 
     def is_alive(self) -> bool:
+        self._collect_writer()
         if self._child is not None:
             return self._child.poll() is None
         return living(self.pid, self.start_ticks)
+
+    def _collect_writer(self) -> None:
+        """Take the exit status of the writer of its log, once that has ended."""
+        if self._writer:
+            with contextlib.suppress(ChildProcessError):
+                ended, _ = os.waitpid(self._writer, os.WNOHANG)
+                self._writer = 0 if ended else self._writer
 
     def last_words(self) -> str:
         """How it ended, as far as is known."""
@@ -170,13 +225,26 @@ class EngineProcess:
     async def terminate(self, grace_s: float) -> None:
         """SIGTERM to the leader, which ends its own children; after `grace_s` SIGKILL to all that
         is left.
+
+        A leader that is alone for long, when it was not before, is not waited for: nothing that
+        it could still answer can come.
         """
         if self.is_alive():
+            was_alone = self._is_alone()
             _signal(self.pid, signal.SIGTERM)
-            ends_s = time.monotonic() + grace_s
-            while self.is_alive() and time.monotonic() < ends_s:
+            now_s = time.monotonic()
+            ends_s, company_s = now_s + grace_s, now_s
+            while self.is_alive() and now_s < ends_s:
                 await asyncio.sleep(POLL_S)
+                now_s = time.monotonic()
+                if was_alone or not self._is_alone():
+                    company_s = now_s
+                elif now_s - company_s >= ALONE_S_MAX:
+                    break
         await self.kill()
+
+    def _is_alone(self) -> bool:
+        return session_members(self.pid, self.start_ticks) == [self.pid]
 
     async def kill(self) -> None:
         """SIGKILL to every process of the session, until none is left. Raises EngineError when
@@ -197,9 +265,23 @@ def _signal(pid: int, number: signal.Signals) -> None:
         os.kill(pid, number)
 
 
-def cut_log(folder: Path) -> None:
-    """Empty a log that is too long. The engine appends, so it goes on at the start of the file."""
-    log = folder / "engine.log"
-    with contextlib.suppress(FileNotFoundError):
-        if log.stat().st_size > LOG_BYTES_MAX:
-            os.truncate(log, 0)
+def _start_writer(read_end: int, folder: Path, environment: Mapping[str, str]) -> int:
+    """The program that writes an engine's log; its pid. In a session of its own: it ends when nobody
+    is left who could write, and so has the last words of an engine that is killed.
+    """
+    hidden = {
+        value
+        for name, value in environment.items()
+        if engine_log.is_secret_name(name) and len(value) >= engine_log.SECRET_CHARACTERS_MIN
+    }
+    return os.posix_spawn(
+        sys.executable,
+        (sys.executable, "-I", "-S", engine_log.__file__, str(folder)),
+        {engine_log.SECRETS_VARIABLE: "\n".join(hidden)},
+        file_actions=(
+            (os.POSIX_SPAWN_DUP2, read_end, 0),
+            (os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0),
+            (os.POSIX_SPAWN_OPEN, 2, os.devnull, os.O_WRONLY, 0),
+        ),
+        setsid=True,
+    )

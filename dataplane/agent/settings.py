@@ -13,8 +13,10 @@ from typing import Any
 import msgspec
 import yaml
 
+from dataplane.agent.vitals import STUCK_S_FAILED
 from dataplane.engines.base import EngineError
-from dataplane.engines.kinds import kind_of
+from dataplane.engines.kinds import kind_of, with_profile
+from dataplane.engines.profiles import Profiles, built_in, read_profiles
 from dataplane.protocol.messages import EngineSpec
 
 VERSION = "0.1.0"
@@ -35,7 +37,9 @@ class AgentSettings:
 
     `password` is that of the NATS user named like the node. `stops_engines` False leaves the
     engines running when the agent stops, for the next agent to adopt. `stop_grace_s` is the time
-    that a stopping engine gets before it is killed.
+    that a stopping engine gets before it is killed, `stuck_s` the time that its calls may run without
+    a token. `profiles` are those that a command may name; the engines of the file have theirs worked in
+    already.
     """
 
     node_id: str
@@ -46,6 +50,8 @@ class AgentSettings:
     bind_address: str = LOOPBACK
     stops_engines: bool = True
     stop_grace_s: float = 10.0
+    stuck_s: float = STUCK_S_FAILED
+    profiles: Profiles = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not NODE_ID.fullmatch(self.node_id):
@@ -61,6 +67,8 @@ class AgentSettings:
                 f"bind address `{self.bind_address}` means every interface, but engines tell it to"
                 " each other to move KV; give the node's own address"
             )
+        if self.stuck_s <= 0 or self.stop_grace_s < 0:
+            raise SettingsError("--stuck-s must be more than 0, and --stop-grace-s not less")
         names = [spec.engine_id for spec in self.engines]
         for name in names:
             if names.count(name) > 1:
@@ -81,8 +89,11 @@ def check_spec(spec: EngineSpec) -> None:
         raise SettingsError(str(error)) from error
 
 
-def read_engines(path: Path) -> tuple[EngineSpec, ...]:
-    """The engines of a YAML or JSON file: a list, or a mapping with the list under `engines`."""
+def read_engines(path: Path, profiles: Profiles | None = None) -> tuple[EngineSpec, ...]:
+    """The engines of a YAML or JSON file: a list, or a mapping with the list under `engines`.
+
+    Those that name a profile get what it says. Raises SettingsError.
+    """
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
@@ -105,9 +116,25 @@ def read_engines(path: Path) -> tuple[EngineSpec, ...]:
                 f"{path}: engine {at} has no field `{unknown[0]}`; it has: {', '.join(known)}"
             )
     try:
-        return tuple(msgspec.convert(document, list[EngineSpec]))
-    except msgspec.ValidationError as error:
+        specs = msgspec.convert(document, list[EngineSpec])
+        return tuple(with_profile(spec, profiles or {}) for spec in specs)
+    except (msgspec.ValidationError, EngineError) as error:
         raise SettingsError(f"{path}: {error}") from error
+
+
+def known_profiles(path: Path | None) -> Profiles:
+    """The profiles that ship, and those of the node's own file, which may not take their names."""
+    shipped = built_in()
+    if path is None:
+        return shipped
+    try:
+        own = read_profiles(path)
+    except EngineError as error:
+        raise SettingsError(str(error)) from error
+    for name in own:
+        if name in shipped:
+            raise SettingsError(f"{path}: profile `{name}` is {shipped[name].source}; rename it")
+    return {**shipped, **own}
 
 
 def read_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> AgentSettings:
@@ -122,11 +149,20 @@ def read_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> A
     parser.add_argument("--password-file", type=Path)
     parser.add_argument("--data-dir", type=Path, help="state of this agent (HEADWAY_AGENT_DATA)")
     parser.add_argument("--engines", type=Path, help="YAML or JSON list (HEADWAY_AGENT_ENGINES)")
+    parser.add_argument(
+        "--profiles", type=Path, help="YAML of engine profiles (HEADWAY_AGENT_PROFILES)"
+    )
     parser.add_argument("--bind-address", help="where engines listen (HEADWAY_BIND_ADDRESS)")
     parser.add_argument(
         "--keep-engines", action="store_true", help="leave engines running when the agent stops"
     )
     parser.add_argument("--stop-grace-s", type=float, default=10.0)
+    parser.add_argument(
+        "--stuck-s",
+        type=float,
+        default=STUCK_S_FAILED,
+        help="seconds that calls may run without a token before their engine counts as failed",
+    )
     given = parser.parse_args(arguments)
 
     def needed(value: str | Path | None, name: str) -> str:
@@ -142,13 +178,17 @@ def read_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> A
         except OSError as error:
             raise SettingsError(f"the password file can not be read: {error}") from error
     engines = given.engines or environment.get("HEADWAY_AGENT_ENGINES")
+    own_profiles = given.profiles or environment.get("HEADWAY_AGENT_PROFILES")
+    profiles = known_profiles(Path(own_profiles) if own_profiles else None)
     return AgentSettings(
         node_id=needed(given.node, "HEADWAY_NODE_ID"),
         nats_url=needed(given.nats_url, "NATS_URL"),
         password=password,
         data_dir=Path(needed(given.data_dir, "HEADWAY_AGENT_DATA")),
-        engines=read_engines(Path(engines)) if engines else (),
+        engines=read_engines(Path(engines), profiles) if engines else (),
         bind_address=given.bind_address or environment.get("HEADWAY_BIND_ADDRESS") or LOOPBACK,
         stops_engines=not given.keep_engines,
         stop_grace_s=given.stop_grace_s,
+        stuck_s=given.stuck_s,
+        profiles=profiles,
     )

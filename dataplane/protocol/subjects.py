@@ -5,11 +5,16 @@ PREFIX = "hw.v1"
 COMMAND_STREAM = "HW_COMMANDS"
 COMMAND_SUBJECTS = f"{PREFIX}.node.*.cmd"
 
+# What engines' prefix caches hold, from their agents; kept for a while, for replicas that missed some.
+KV_STREAM = "HW_KV"
+ALL_KV = f"{PREFIX}.node.*.kv"
+
 ALL_HELLOS = f"{PREFIX}.node.*.hello"
 ALL_BEATS = f"{PREFIX}.node.*.beat"
 ALL_BYES = f"{PREFIX}.node.*.bye"
 ALL_TELEMETRY = f"{PREFIX}.node.*.telemetry"
 ALL_ACKNOWLEDGEMENTS = f"{PREFIX}.node.*.ack"
+ALL_PROGRESS = f"{PREFIX}.node.*.progress"
 
 # What the leader tells all replicas; the stream keeps the last message of each subject for those to come.
 CONTROL_STREAM = "HW_CONTROL"
@@ -24,7 +29,7 @@ ROLL_CALL = f"{PREFIX}.control.rollcall"
 
 
 def node_subject(node_id: str, kind: str) -> str:
-    """Subject of one node; `kind` is hello, beat, bye, telemetry, credits, cmd or ack."""
+    """Subject of one node; `kind` is hello, beat, bye, telemetry, progress, credits, cmd or ack."""
     return f"{PREFIX}.node.{node_id}.{kind}"
 
 

@@ -234,7 +234,10 @@ def _serve(engine_ports: Sequence[int], port: int) -> None:
 def _engine(port: int) -> None:
     """A mock engine in Python: fixed answers, tokens at a pace."""
     head = b"HTTP/1.1 200 OK\r\ncontent-type: %s\r\n%s\r\n\r\n"
-    choice = b'"choices":[{"index":0,"delta":{"content":" tok"},"finish_reason":null}]'
+    choice = (
+        b'"choices":[{"index":0,"delta":{"content":" tok"},"finish_reason":null,"token_ids":%s}]'
+    )
+    prompt = b'"choices":[{"index":0,"delta":{"role":"assistant"}}],"prompt_token_ids":[1,2,3]'
     token = b'data: {"id":"c","object":"chat.completion.chunk","created":1,"model":"mock",%s}\n\n'
     last = token % b'"choices":[{"index":0,"delta":{"content":""},"finish_reason":"length"}]'
     usage = b'"usage":{"prompt_tokens":16,"completion_tokens":%d,"total_tokens":66}'
@@ -262,8 +265,12 @@ def _engine(port: int) -> None:
                     await writer.drain()
                     continue
                 writer.write(head % (b"text/event-stream", b"transfer-encoding: chunked"))
+                has_ids = b'"return_token_ids":true' in body
+                if has_ids:
+                    writer.write(chunk(token % prompt))
+                piece = chunk(token % (choice % (b"[4069]" if has_ids else b"null")))
                 for _ in range(STREAM_TOKENS):
-                    writer.write(chunk(token % choice))
+                    writer.write(piece)
                     await asyncio.sleep(pace["itl_us"] / 1e6)
                 final = token % (b'"choices":[],' + usage % STREAM_TOKENS)
                 writer.write(chunk(last) + chunk(final) + chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n")

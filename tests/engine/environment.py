@@ -4,7 +4,10 @@ from pathlib import Path
 
 from dataplane.protocol.messages import EngineSpec
 
-READY_S_MAX = 240.0
+READY_S_MAX = 600.0
+# An engine that holds blocks for another one steps all the time, and its transfer library only answers that
+# other one when its own progress thread does not sleep; one that only fetches is as fast with a sleeping thread.
+PREFILL_ENVIRONMENT = {"NIXL_PTHR_DELAY_US": "0"}
 
 
 def cpu_environment() -> dict[str, str]:

@@ -32,6 +32,8 @@ from dataplane.protocol.messages import (
     EngineSpec,
     EngineState,
     Hello,
+    KvBatch,
+    Progress,
     Telemetry,
     decode,
     encode,
@@ -39,6 +41,7 @@ from dataplane.protocol.messages import (
 from dataplane.protocol.subjects import (
     COMMAND_STREAM,
     COMMAND_SUBJECTS,
+    KV_STREAM,
     ROLL_CALL,
     inbox_prefix,
     node_subject,
@@ -56,6 +59,8 @@ KINDS: dict[str, type[Any]] = {
     "bye": Bye,
     "telemetry": Telemetry,
     "ack": Acknowledgement,
+    "progress": Progress,
+    "kv": KvBatch,
 }
 
 
@@ -166,6 +171,10 @@ class Control:
             ),
         )
 
+    async def forget_kv(self) -> None:
+        """Empty the stream of KV reports."""
+        await self._client.jetstream().purge_stream(KV_STREAM)
+
     async def close(self) -> None:
         await self._client.close()
 
@@ -231,8 +240,11 @@ class Control:
         replica_id: str,
         wants: dict[str, tuple[int, int]],
         held: dict[str, tuple[int, int]] | None = None,
+        closed: list[str] | None = None,
     ) -> CreditGrant:
-        request = CreditRequest(replica_id=replica_id, wants=wants, held=held or {})
+        request = CreditRequest(
+            replica_id=replica_id, wants=wants, held=held or {}, closed=closed or []
+        )
         reply = await self._client.request(node_subject(NODE, "credits"), encode(request), 5)
         return decode(reply.data, CreditGrant)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from dataplane.protocol.messages import (
+    Acknowledgement,
     Beat,
     Bye,
     Command,
@@ -323,12 +324,12 @@ async def test_impossible_commands_fail_in_words(tmp_path: Path) -> None:
                 )
             )
             outcome = await control.outcome(f"c{number}")
-            assert outcome.state is CommandState.FAILED
+            assert outcome.state is CommandState.REFUSED
             assert words.split()[-1] in outcome.detail
         await control.command(
             Command(command_id="x", epoch=1, kind=CommandKind.DRAIN, engine_id="missing")
         )
-        assert (await control.outcome("x")).state is CommandState.FAILED
+        assert (await control.outcome("x")).state is CommandState.REFUSED
 
 
 async def test_a_drain_waits_for_running_calls(tmp_path: Path) -> None:
@@ -336,7 +337,7 @@ async def test_a_drain_waits_for_running_calls(tmp_path: Path) -> None:
         await control.make_queue()
         await agent.start()
         facts = await control.engine("e1", EngineState.SERVING)
-        held = (await control.credits("r1", {"e1": (2, 2000)})).holds
+        assert (await control.credits("r1", {"e1": (2, 2000)})).holds == {"e1": (2, 2000)}
         started = asyncio.Event()
         stream = asyncio.create_task(read_stream(facts.port, 300, started))
         await started.wait()
@@ -344,12 +345,17 @@ async def test_a_drain_waits_for_running_calls(tmp_path: Path) -> None:
             Command(command_id="d", epoch=1, kind=CommandKind.DRAIN, engine_id="e1", deadline_s=30)
         )
         await control.engine("e1", EngineState.DRAINING)
-        # What is lent may stay for the running calls; nothing is added.
-        assert (await control.credits("r1", BIG)).holds == held
-        assert (await control.credits("r2", BIG)).holds == {"e1": (0, 0)}
+        # What is lent may stay for the running call; nothing is added.
+        kept = await control.credits("r1", {"e1": (1, 1000)}, {"e1": (1, 1000)}, ["e1"])
+        assert kept.holds == {"e1": (1, 1000)}
+        assert (await control.credits("r2", BIG, closed=["e1"])).holds == {"e1": (0, 0)}
         assert not stream.done()
+        await stream
+        await asyncio.sleep(1.5)
+        # A replica's call may still read what the engine has sent long ago.
+        assert not [ack for ack in control.all(Acknowledgement) if ack.command_id == "d"]
+        await control.credits("r1", {"e1": (0, 0)}, closed=["e1"])
         assert (await control.outcome("d")).state is CommandState.DONE
-        assert stream.done()
         assert "[DONE]" in await stream
         await control.engine("e1", EngineState.STOPPED)
         await until_gone(facts.port)

@@ -62,6 +62,7 @@ async def test_a_whole_answer_passes_unchanged_and_is_settled() -> None:
             "content-type",
             "accept",
             "x-request-id",
+            "x-session-id",
             "content-length",
         }
 
@@ -370,6 +371,7 @@ TRANSFER = {
     "do_remote_decode": False,
     "remote_block_ids": [[1, 2, 3]],
     "remote_engine_id": "abc",
+    "remote_request_id": "chatcmpl-req-1-0-aa",
     "remote_host": "127.0.0.1",
     "remote_port": 5600,
     "remote_num_tokens": 203,
@@ -421,8 +423,16 @@ async def test_two_legs_carry_exactly_what_they_must() -> None:
     assert decode.body["max_completion_tokens"] == 40
     assert decode.body["min_tokens"] == 40
     assert decode.body["stream"] is True
-    for kept in ("messages", "stop", "tools", "response_format", "logprobs"):
+    for kept in ("messages", "tools", "response_format"):
         assert prefill.body[kept] == decode.body[kept] == sent[kept]
+    # One token that nobody sees, and that nothing but its length may end.
+    assert not {"stop", "logprobs"} & prefill.body.keys()
+    assert prefill.body["ignore_eos"] is True
+    for own in ("stop", "logprobs"):
+        assert decode.body[own] == sent[own]
+    assert "ignore_eos" not in decode.body
+    assert prefill.header("accept") == "application/json"
+    assert decode.header("accept") == "text/event-stream"
     assert prefill.header("x-request-id") == decode.header("x-request-id") == "req-1"
     assert [(a[1], a[2]) for a in world.gate.attempts] == [
         ("prefill", AttemptOutcome.OK),

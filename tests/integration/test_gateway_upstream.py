@@ -259,3 +259,33 @@ async def test_cancellation_hangs_up() -> None:
         await asyncio.wait({asking})
         assert asking.cancelled()
         await asyncio.wait_for(engine.seen[0].hung_up.wait(), 1)
+
+
+async def test_nobody_is_late_because_this_process_was_held_up() -> None:
+    """What is late by the clock only may have been sent in time, and not been read yet."""
+
+    class Late:
+        def __init__(self) -> None:
+            self.calls: list[str] = []
+
+        def sweep(self, now: float) -> None:
+            self.calls.append("sweep")
+
+        def look(self, now: float) -> None:
+            self.calls.append("look")
+
+        def pardon(self, now: float) -> None:
+            self.calls.append("pardon")
+
+    sweeper, late = Sweeper(period_s=0.1), Late()
+    sweeper.watched.add(late)
+    sweeper.looked.add(late)
+    sweeping = asyncio.create_task(sweeper.run())
+    await asyncio.sleep(0.02)
+    late.calls.clear()
+    time.sleep(0.25)
+    await until(lambda: "sweep" in late.calls, 5.0)
+    sweeping.cancel()
+    assert late.calls[0] == "pardon"
+    # A whole period of looks came before anybody was ended.
+    assert late.calls.count("look") + late.calls.count("pardon") > 10

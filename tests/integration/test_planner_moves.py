@@ -320,8 +320,8 @@ async def test_roles_are_changed_and_nodes_emptied_by_commands_that_agents_know(
 
 async def test_what_agents_can_not_do_is_told_and_not_begun(stage: Stage) -> None:
     leader = await stage.leader()
-    sleep = move(0, MoveKind.SLEEP, "n1", "n1/0")
-    with pytest.raises(PlanConflict, match="agents know no command `sleep`"):
+    sleep = move(0, MoveKind.SLEEP, "n1", "n1/unknown")
+    with pytest.raises(PlanConflict, match="how `n1/unknown` is started is not known"):
         await stage.apply(sleep)
     await stage.apply(
         sleep,

@@ -247,11 +247,94 @@ async def test_a_prompt_is_prefilled_here_and_decoded_there() -> None:
         assert there["choices"][0]["text"] == here["choices"][0]["text"]
         assert there["kv_transfer_params"] is None
         prompt_tokens = there["usage"]["prompt_tokens"]
-        assert await decoder.metric("external_prefix_cache_hits_total") == prompt_tokens - 1
-        # Handed over once: the blocks are free, a second pull computes the prompt by itself.
+        assert await decoder.metric("external_prefix_cache_hits_total") == prompt_tokens
+        # Handed over once: the blocks are free, and whoever knows of them still finds them as they were.
         await prefiller.until_metric("kv_cache_usage_perc", 0)
         twice = (await decoder.completion(prompt, kv_transfer_params=params, **members)).json()
         assert twice["choices"][0]["text"] == here["choices"][0]["text"]
+        assert await decoder.metric("nixl_num_failed_transfers_total") == 0
+
+
+async def test_kv_that_is_fetched_after_its_lease_poisons_the_cache() -> None:
+    """The trap in vLLM that a control plane must keep away from: nobody notices, and it lasts."""
+    prompt, members = "some long prompt " * 40, {"max_tokens": 30, "ignore_eos": True}
+    async with (
+        running_engine(kv_lease_s=0.3, kv_tokens=2048, context_tokens_max=2048) as prefiller,
+        running_engine() as decoder,
+    ):
+        here = (await prefiller.completion(prompt, **members)).json()["choices"][0]["text"]
+        params = await prefill(prefiller, prompt)
+        await prefiller.until_metric("kv_cache_usage_perc", 0)
+        for filler in range(8):
+            await prefiller.completion(f"{filler} is another prompt " * 60, max_tokens=1)
+        late = (await decoder.completion(prompt, kv_transfer_params=params, **members)).json()
+        again = (await decoder.completion(prompt, **members)).json()
+    assert late["choices"][0]["text"] != here
+    assert again["choices"][0]["text"] != here
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+
+
+async def test_an_engine_that_waits_renews_the_lease() -> None:
+    prompt = "some long prompt " * 40
+    async with (
+        running_engine(kv_lease_s=0.6) as prefiller,
+        running_engine(kv_lease_s=0.6, max_num_seqs=1, speedup=1.0) as decoder,
+    ):
+        params = await prefill(prefiller, prompt)
+        # The only seat is taken for longer than the lease.
+        other = asyncio.ensure_future(decoder.completion("x", max_tokens=150, ignore_eos=True))
+        await decoder.until_metric("num_requests_running", 1)
+        fetched = await decoder.completion(prompt, kv_transfer_params=params, max_tokens=2)
+        await other
+        assert fetched.status_code == 200
+        assert await decoder.metric("external_prefix_cache_hits_total") > 0
+        assert await prefiller.metric("nixl_num_kv_expired_reqs_total") == 0
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_the_policy_fail_ends_a_call_whose_kv_does_not_come(is_stream: object) -> None:
+    async with running_engine(kv_load_failure_policy="fail", kv_handshake_s=0.2) as decoder:
+        params = {
+            "do_remote_prefill": True, "remote_host": "127.0.0.1", "remote_port": 1,
+            "remote_request_id": "r", "remote_block_ids": [[0]],
+        }  # fmt: skip
+        answer = await decoder.completion("words", kv_transfer_params=params, stream=is_stream)
+        assert "could not be loaded" in answer.text
+        assert answer.status_code == (200 if is_stream else 500)
+        await decoder.until_metric("kv_cache_usage_perc", 0)
+
+
+@pytest.mark.parametrize(
+    ("fault", "value"),
+    [("kv_withheld", True), ("kv_finish_reason", "error"), ("kv_finish_reason", "tool_calls")],
+)
+async def test_a_prefill_can_go_wrong(fault: str, value: object) -> None:
+    async with running_engine(allow_faults=True, kv_lease_s=0.3) as prefiller:
+        await prefiller.http.post("/fault", json={fault: value})
+        asked = {"do_remote_decode": True}
+        done = (
+            await prefiller.completion("x " * 60, max_tokens=1, kv_transfer_params=asked)
+        ).json()
+        if fault == "kv_withheld":
+            assert done["kv_transfer_params"] is None
+        else:
+            assert done["choices"][0]["finish_reason"] == value
+        # Nobody can fetch it, and it does not stay.
+        await prefiller.until_metric("kv_cache_usage_perc", 0)
+        assert await prefiller.metric("nixl_num_kv_expired_reqs_total") == 1
+
+
+async def test_an_engine_whose_kv_can_not_be_reached_costs_the_handshake() -> None:
+    async with (
+        running_engine(allow_faults=True) as prefiller,
+        running_engine(kv_handshake_s=0.4) as decoder,
+    ):
+        params = await prefill(prefiller, "words " * 100)
+        await prefiller.http.post("/fault", json={"kv_unreachable": True})
+        began = time.monotonic()
+        answer = await decoder.completion("words " * 100, kv_transfer_params=params)
+        assert answer.status_code == 200
+        assert time.monotonic() - began >= 0.4
         assert await decoder.metric("nixl_num_failed_transfers_total") == 1
 
 
@@ -266,11 +349,17 @@ async def test_blocks_that_nobody_pulls_are_freed_when_their_lease_ends() -> Non
 
 
 async def test_a_dead_prefill_engine_costs_time_only() -> None:
-    async with running_engine() as decoder:
+    async with running_engine(kv_handshake_s=0.3) as decoder:
         async with running_engine() as prefiller:
             params = await prefill(prefiller, "words " * 100)
         answer = await decoder.completion("words " * 100, kv_transfer_params=params)
         assert answer.status_code == 200
+
+
+async def test_without_a_connector_nothing_is_held() -> None:
+    async with running_engine(kv_connector="") as alone:
+        assert await prefill(alone, "words " * 100) is None
+        assert await alone.metric("kv_cache_usage_perc") == 0
 
 
 async def test_small_routes(engine: RunningEngine) -> None:
@@ -282,7 +371,7 @@ async def test_small_routes(engine: RunningEngine) -> None:
     assert "version" in (await engine.http.get("/version")).json()
     assert (await engine.http.get("/health")).status_code == 200
     missing = await engine.http.get("/nothing")
-    assert (missing.status_code, missing.json()["error"]["code"]) == (404, 404)
+    assert (missing.status_code, missing.json()) == (404, {"detail": "Not Found"})
     assert (await engine.http.post("/v1/completions", content=b"{")).status_code == 400
     assert (await engine.completion("x", max_tokens=0)).status_code == 400
     assert (await engine.completion("x", n=1000)).status_code == 400

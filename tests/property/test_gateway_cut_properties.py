@@ -47,7 +47,7 @@ def test_a_cut_ends_each_answer_that_had_not_ended_once(
     assert tap.unfinished == tuple(i for i in range(answers) if i not in ended)
     usage = Usage(5, 0, 3, is_estimated=True) if asks_usage else None
     last = role() + token("\n\ndata: {")
-    got = cut.ending(last, REFUSE, is_chat=is_chat, unfinished=tap.unfinished, usage=usage)
+    got = cut.ending(last, REFUSE, is_chat=is_chat, unfinished=tap.unfinished, usage=usage, held={})
     assert got.endswith(b"\n\n" + DONE)
     comment, *events, _, _ = got.split(b"\n\n")
     assert comment == b": ended insufficient_quota spent?by 5"
@@ -67,7 +67,7 @@ def test_a_cut_ends_each_answer_that_had_not_ended_once(
 @given(members=st.dictionaries(_NAMES, st.integers() | st.text(), max_size=6))
 def test_a_cut_says_of_the_stream_what_its_chunks_said(members: dict[str, object]) -> None:
     last = event({**members, "choices": []})
-    got = cut.ending(last, REFUSE, is_chat=True, unfinished=(0,), usage=None)
+    got = cut.ending(last, REFUSE, is_chat=True, unfinished=(0,), usage=None, held={})
     chunk = json.loads(got.split(b"\n\n")[1][6:])
     del chunk["choices"]
     assert chunk == {name: value for name, value in members.items() if name != "x"}
@@ -75,7 +75,7 @@ def test_a_cut_says_of_the_stream_what_its_chunks_said(members: dict[str, object
 
 @given(last=st.sampled_from([b"", b": ping\n\n", b"data: {broken\n\n", b"data: [DONE]\n\n"]))
 def test_a_cut_needs_no_whole_chunk_before_it(last: bytes) -> None:
-    got = cut.ending(last, REFUSE, is_chat=True, unfinished=(0,), usage=None)
+    got = cut.ending(last, REFUSE, is_chat=True, unfinished=(0,), usage=None, held={})
     assert json.loads(got.split(b"\n\n")[1][6:])["choices"][0]["finish_reason"] == "length"
 
 

@@ -47,6 +47,7 @@ _ENDING = st.sampled_from(
         [finish("length"), DONE],
         [finish("stop", usage=None), used(5, 3, 2), DONE],
         [finish("abort"), DONE],
+        [finish("error"), DONE],
         [event({"error": {"message": "dead"}}), DONE],
         [b"data: {broken\n\n", DONE],
         [DONE],
@@ -74,8 +75,10 @@ class Expected:
                 continue
             data = line[6:].strip()
             if data == b"[DONE]":
-                self.pieces.append(one)
-                self.is_done = True
+                # Engines send it after an error as well; the reason of the end is what tells.
+                self.is_done, self.is_loss = finished, not finished
+                if finished:
+                    self.pieces.append(one)
                 return
             try:
                 chunk = json.loads(data)
@@ -83,7 +86,9 @@ class Expected:
                 self.is_loss = True
                 return
             choices = chunk.get("choices", [])
-            if chunk.get("error") or any(c.get("finish_reason") == "abort" for c in choices):
+            if chunk.get("error") or any(
+                c.get("finish_reason") in ("abort", "error") for c in choices
+            ):
                 self.is_loss = True
                 return
             finished = finished or any(c.get("finish_reason") for c in choices)

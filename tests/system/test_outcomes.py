@@ -537,7 +537,8 @@ async def deferred(world: World) -> httpx2.Response:
 
 async def queue_full(world: World) -> httpx2.Response:
     """Of two postponed calls one has the only place in the queue."""
-    calls = [asyncio.create_task(world.chat(who="later")) for _ in range(2)]
+    headers = {"x-headway-deadline-ms": str(3 * HOUR_MS)}
+    calls = [asyncio.create_task(world.chat(who="later", headers=headers)) for _ in range(2)]
     done, waiting = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
     for call in waiting:
         call.cancel()

@@ -34,6 +34,7 @@ from controlplane.runtime.desk import Desk
 from controlplane.runtime.fleet_state import FleetState
 from controlplane.runtime.pool_loads import PoolLoads
 from controlplane.runtime.waiting_line import WaitingLine
+from controlplane.scheduler.prefix_index import PrefixIndex
 from controlplane.settings import Settings
 from policies.documents import Admission
 
@@ -44,12 +45,14 @@ DOORS: dict[type, tuple[str, ...]] = {
     FleetState: (
         "use_catalog", "use_overrides", "use_stretches_max", "use_kv_prices", "use_bid_price",
         "use_demand", "use_sleep", "hello", "beat", "bye", "telemetry", "silence", "grace", "granted",
-        "attempted", "look_again", "pool",
+        "attempted", "look_again", "pool", "progress", "use_load_times",
     ),
     Desk: (
         "begin", "ask", "retry", "try_retry", "release", "release_prefill", "ended", "workflow_ended",
-        "use_rules", "tick", "turned_away", "first_token", "view", "cached",
+        "use_rules", "tick", "turned_away", "first_token", "view", "cached", "elsewhere", "move",
+        "goes_on", "leave_out", "unheld", "prefill_failed", "prefill_kept",
     ),
+    PrefixIndex: ("follow", "unfollow", "told", "doubt", "undoubt", "forget", "settle"),
     WaitingLine: ("enter", "remove", "offer", "expire"),
     PoolLoads: ("use_replicas",),
     RetryBudgets: ("note_request",),
@@ -213,6 +216,7 @@ class Again:
         headway.line.is_idle = lambda model, _: headway.desk.is_idle(model, self._now_ms)
         self._owners: dict[type, Any] = {
             FleetState: headway.fleet,
+            PrefixIndex: headway.fleet.prefixes,
             Desk: headway.desk,
             WaitingLine: headway.line,
             PoolLoads: headway.loads,

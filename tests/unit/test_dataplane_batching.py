@@ -11,6 +11,7 @@ from dataplane.engines.simulated.batching import Batcher, Finish, Sequence
 from dataplane.engines.simulated.kv_pool import KvPool
 from dataplane.engines.simulated.options import BLOCK_TOKENS
 from dataplane.engines.simulated.text import TOKEN_BYTES, Speaker, token_count
+from dataplane.engines.simulated.transfer import Pulled
 
 MEAN = 12
 
@@ -199,7 +200,7 @@ def test_pulled_prompts_leave_one_token_to_compute() -> None:
     step, pulls = engine.plan()
     assert (step, pulls) == (None, [one])
     assert engine.pool.free == 64 - 3
-    engine.pulled(one, is_complete=True)
+    engine.pulled(one, Pulled.COMPLETE)
     step, _ = engine.plan()
     assert step is not None
     assert step.tokens == 1
@@ -211,10 +212,49 @@ def test_a_failed_pull_computes_the_prompt() -> None:
     one.is_remote = True
     engine.add(one)
     engine.plan()
-    engine.pulled(one, is_complete=False)
+    engine.pulled(one, Pulled.NOTHING)
     step, _ = engine.plan()
     assert step is not None
     assert step.tokens == 40
+
+
+def test_what_was_pulled_wrongly_is_answered_from_until_it_is_computed() -> None:
+    """As in vLLM, where a block's name is the prompt that asked for it, whatever came."""
+    truth = spoken(batcher(), sequence(b"aaaa" * 40))
+    engine = batcher()
+    pulled = sequence(b"aaaa" * 40)
+    pulled.is_remote = True
+    engine.add(pulled)
+    engine.plan()
+    engine.pulled(pulled, Pulled.WRONG)
+    assert spoken(engine, pulled) != truth
+    cached = sequence(b"aaaa" * 40)
+    engine.add(cached)
+    assert spoken(engine, cached) != truth
+    assert cached.cached_tokens == 32
+    # Other work takes the blocks; then the prompt is computed, and right again.
+    filler = sequence(b"bbbb" * (16 * 63))
+    engine.add(filler)
+    spoken(engine, filler)
+    fresh = sequence(b"aaaa" * 40)
+    engine.add(fresh)
+    assert spoken(engine, fresh) == truth
+    assert fresh.cached_tokens == 0
+    found = sequence(b"aaaa" * 40)
+    engine.add(found)
+    assert spoken(engine, found) == truth
+    assert found.cached_tokens == 32
+
+
+def spoken(engine: Batcher, one: Sequence) -> bytes:
+    """What a sequence says to its end."""
+    if not engine.in_flight:
+        engine.add(one)
+    while one.finish is None:
+        step, _ = engine.plan()
+        assert step is not None
+        engine.complete(step)
+    return bytes(one.text)
 
 
 def test_words_are_one_token() -> None:

@@ -138,7 +138,7 @@ def test_impossible_specifications_are_refused_in_words(spec: EngineSpec, words:
 
 
 def test_an_unknown_kind_lists_the_known_ones() -> None:
-    with pytest.raises(EngineError, match="there are: vllm, simulated"):
+    with pytest.raises(EngineError, match="there are: vllm, llama_cpp, simulated"):
         kind_of(vllm(kind="tgi"))
 
 

@@ -65,7 +65,7 @@ class KvPoolMachine(RuleBasedStateMachine):
         blocks = data.draw(st.sampled_from([held for held in self.held if held]))
         block = data.draw(st.sampled_from(blocks))
         self.pool.publish(block, digest)
-        if block not in self.content and digest not in self.content.values():
+        if block not in self.content:
             self.content[block] = digest
 
     @precondition(lambda self: self.held)

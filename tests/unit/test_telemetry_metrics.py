@@ -16,7 +16,7 @@ UNITS = {"s": "_seconds", "{USD}": "_usd"}
 LABELS = {
     "endpoint", "model", "tenant_class", "outcome", "reason", "kind", "engine", "region", "verdict",
     "leg", "treatment", "cause", "result", "change", "gpu_type", "role", "class_id",
-    "choice_class", "why", "table",
+    "choice_class", "why", "table", "resume_class", "node", "gpu",
 }  # fmt: skip
 
 

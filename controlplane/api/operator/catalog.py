@@ -50,6 +50,8 @@ class ModelAnswer(Answer):
     experts_active: int
     expert_weights_bytes: int
     kv_heads: int
+    adapter_of: str | None = None
+    adapter_path: str = ""
 
 
 class SloClassAnswer(Answer):
@@ -72,6 +74,7 @@ class Applied(Answer):
     regions: int
     gpu_types: int
     models: int
+    adapters: int
     slo_classes: int
     tenants: int
     nodes: int
@@ -103,8 +106,9 @@ async def list_gpu_types(
 async def list_models(
     _: ViewerDep, services: ServicesDep, limit: Limit = LIST_LIMIT_DEFAULT, cursor: Cursor = None
 ) -> Page[ModelAnswer]:
-    """List models by name."""
-    known = (await load_catalog(services.engine)).models
+    """List models and adapters by name."""
+    catalog = await load_catalog(services.engine)
+    known = {**catalog.models, **catalog.adapters}
     names, next_cursor = page_by_name(known, limit, cursor)
     return Page(
         data=[ModelAnswer.model_validate(known[name]) for name in names], next_cursor=next_cursor

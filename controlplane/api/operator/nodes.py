@@ -19,16 +19,36 @@ from controlplane.api.shapes import (
 from controlplane.domain.decision import Reason, Refuse
 from controlplane.domain.errors import Refused
 from controlplane.domain.ids import NodeId
+from controlplane.runtime.fleet_state import EngineEntry
 from controlplane.store import catalog, commands
 from controlplane.store.audit import Change
 from controlplane.store.catalog import NodeRecord
-from dataplane.protocol.messages import CommandKind
+from dataplane.protocol.messages import CommandKind, EngineState
+
+_ANSWERING = frozenset({EngineState.SERVING, EngineState.DRAINING})
 
 router = APIRouter(prefix="/nodes", tags=["nodes"])
 
 
+class GpuAnswer(Answer):
+    """What the driver says of one GPU. `fault` says why it can not be trusted, empty when it can."""
+
+    index: int
+    uuid: str
+    name: str
+    memory_used_bytes: int
+    memory_total_bytes: int
+    utilisation_ratio: float
+    temperature_c: int
+    ecc_uncorrected: int
+    xid: int
+    fault: str
+
+
 class NodeAnswer(Answer):
-    """`is_heard`: this replica hears the node's agent now. `engines` counts those it declared."""
+    """`is_heard`: this replica hears the node's agent now. `engines` counts those it declared, `calls`
+    those that run on them, and `devices` are its GPUs where it has a driver.
+    """
 
     id: str
     region: str
@@ -39,6 +59,8 @@ class NodeAnswer(Answer):
     is_heard: bool
     agent_epoch: int
     engines: int
+    calls: int
+    devices: list[GpuAnswer]
     last_seen_at: datetime | None
     created_at: datetime
 
@@ -57,6 +79,12 @@ async def list_nodes(
     """List nodes, newest first."""
     found = await catalog.list_nodes(services.engine, limit=limit, cursor=cursor)
     return page_of(found, lambda record: _answer(services, record))
+
+
+@router.get("/{node_id}")
+async def get_node(node_id: Identifier, _: ViewerDep, services: ServicesDep) -> NodeAnswer:
+    """One node with its GPUs."""
+    return _answer(services, await _record(services, NodeId(node_id)))
 
 
 @router.post("/{node_id}/cordon")
@@ -90,6 +118,7 @@ async def drain(
             by=by,
         )
         for engine in await catalog.list_engines(services.engine, NodeId(node_id))
+        if engine.state != EngineState.STOPPED
     ]
     return Drained(node=node, commands=[CommandAnswer.model_validate(command) for command in told])
 
@@ -98,10 +127,23 @@ async def _set_cordon(
     services: Services, by: Change, node_id: NodeId, *, is_cordoned: bool
 ) -> NodeAnswer:
     await catalog.set_cordon(services.engine, node_id, is_cordoned=is_cordoned, by=by)
+    return _answer(services, await _record(services, node_id))
+
+
+async def _record(services: Services, node_id: NodeId) -> NodeRecord:
     record = await catalog.get_node(services.engine, node_id)
     if record is None:
         raise Refused(Refuse(Reason.NOT_FOUND, f"there is no node `{node_id}`"))
-    return _answer(services, record)
+    return record
+
+
+def _calls(entry: EngineEntry) -> int:
+    """As its agent counted them while it drained it, else as it reports them."""
+    if entry.facts.state is EngineState.DRAINING and entry.progress is not None:
+        return entry.progress.calls_left
+    if entry.facts.state not in _ANSWERING:
+        return 0
+    return entry.row.running + entry.row.waiting
 
 
 def _answer(services: Services, record: NodeRecord) -> NodeAnswer:
@@ -116,6 +158,8 @@ def _answer(services: Services, record: NodeRecord) -> NodeAnswer:
         is_heard=heard is not None and heard.heard_ms > 0,
         agent_epoch=record.agent_epoch,
         engines=record.engines,
+        calls=sum(_calls(entry) for entry in heard.engines.values()) if heard else 0,
+        devices=[GpuAnswer.model_validate(gpu) for gpu in heard.gpus] if heard else [],
         last_seen_at=record.last_seen_at,
         created_at=record.created_at,
     )

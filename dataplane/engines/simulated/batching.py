@@ -12,9 +12,11 @@ from enum import StrEnum
 
 import xxhash
 
+from dataplane.engines.simulated.kv_events import KvEventLog
 from dataplane.engines.simulated.kv_pool import KvPool
 from dataplane.engines.simulated.options import BLOCK_TOKENS
 from dataplane.engines.simulated.text import TOKEN_BYTES, Speaker
+from dataplane.engines.simulated.transfer import Pulled
 
 _BLOCK_BYTES = BLOCK_TOKENS * TOKEN_BYTES
 
@@ -26,6 +28,7 @@ class Finish(StrEnum):
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
+    TOOL_CALLS = "tool_calls"
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -47,6 +50,8 @@ class Sequence:
     is_remote: bool = False
     # The blocks stay held after the end, until another engine has pulled them.
     is_pinned: bool = False
+    # The name under which KV events tell of its blocks.
+    session: str | None = None
     digests: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
     computed: int = 0
@@ -100,9 +105,18 @@ class Counters:
 
 class Batcher:
     def __init__(
-        self, pool: KvPool, *, seats: int, step_tokens_max: int, has_prefix_cache: bool
+        self,
+        pool: KvPool,
+        *,
+        seats: int,
+        step_tokens_max: int,
+        has_prefix_cache: bool,
+        kv_log: KvEventLog | None = None,
     ) -> None:
         self.pool = pool
+        self._kv_log = kv_log
+        if kv_log is not None:
+            pool.on_evicted = kv_log.removed
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         # Sequences that hold blocks and wait for their content from another engine.
@@ -111,6 +125,8 @@ class Batcher:
         self._seats = seats
         self._step_tokens_max = step_tokens_max
         self._has_prefix_cache = has_prefix_cache
+        # Kept blocks that hold another prompt's KV than their name says.
+        self.tainted: set[int] = set()
 
     @property
     def in_flight(self) -> int:
@@ -133,8 +149,12 @@ class Batcher:
             return
         self._give_up_blocks(sequence)
 
-    def unpin(self, blocks: list[int]) -> None:
-        self.pool.release(blocks)
+    def reset_cache(self) -> bool:
+        """Empty the prefix cache; False while sequences hold blocks. It is told with the next step."""
+        is_reset = self.pool.clear()
+        if is_reset and self._kv_log is not None:
+            self._kv_log.cleared()
+        return is_reset
 
     def plan(self) -> tuple[Step | None, list[Sequence]]:
         """The next step, or None when there is nothing to compute, and the sequences whose pull
@@ -227,18 +247,22 @@ class Batcher:
             self.running = [sequence for sequence in self.running if sequence.finish is None]
         return spoke
 
-    def pulled(self, sequence: Sequence, *, is_complete: bool) -> None:
-        """End of a pull: with the prompt's KV but for its last token, or with nothing, to be
-        computed here.
+    def pulled(self, sequence: Sequence, result: Pulled) -> None:
+        """End of a pull: with KV for the prompt but for its last token, right or wrong, or with nothing,
+        so that it is computed here.
         """
         if sequence not in self.pulling:
             return
         self.pulling.discard(sequence)
         sequence.is_remote = False
-        if is_complete:
-            self.counters.prompt_pulled += sequence.prompt_tokens - 1 - sequence.computed
+        if result is not Pulled.NOTHING:
+            before = sequence.published
+            self.counters.prompt_pulled += sequence.prompt_tokens - sequence.computed
             sequence.computed = sequence.prompt_tokens - 1
             self._publish(sequence)
+            if result is Pulled.WRONG:
+                self.tainted.update(sequence.digests[before : sequence.published])
+                sequence.speaker.mishear()
         self.waiting.appendleft(sequence)
 
     def _start(self, sequence: Sequence) -> bool:
@@ -263,6 +287,8 @@ class Batcher:
         sequence.blocks = [*kept, *fresh]
         sequence.computed = len(kept) * BLOCK_TOKENS
         sequence.published = len(kept)
+        if self.tainted and not self.tainted.isdisjoint(sequence.digests[: len(kept)]):
+            sequence.speaker.mishear()
         if not sequence.has_started:
             sequence.has_started = True
             sequence.cached_tokens = sequence.computed
@@ -286,9 +312,19 @@ class Batcher:
         if full <= sequence.published or not self._has_prefix_cache:
             return
         sequence.extend_digests()
-        for at in range(sequence.published, full):
+        begin = sequence.published
+        for at in range(begin, full):
+            if self.tainted and not self.pool.match(sequence.digests[at : at + 1], 1):
+                self.tainted.discard(sequence.digests[at])
             self.pool.publish(sequence.blocks[at], sequence.digests[at])
         sequence.published = full
+        if self._kv_log is not None:
+            self._kv_log.stored(
+                sequence.digests[begin:full],
+                sequence.digests[begin - 1] if begin else None,
+                bytes(sequence.tokens[begin * _BLOCK_BYTES : full * _BLOCK_BYTES]),
+                sequence.session,
+            )
 
     def _preempt(self, sequence: Sequence) -> None:
         self.running.remove(sequence)

@@ -8,16 +8,24 @@ wake-ups.
 
 import asyncio
 import time
-from dataclasses import dataclass
 from functools import partial
 
 from dataplane.engines.simulated.batching import Batcher, Finish, Sequence, Step
-from dataplane.engines.simulated.faults import initial_faults
+from dataplane.engines.simulated.faults import Death, Faults, initial_faults
+from dataplane.engines.simulated.kv_events import KvPublisher
 from dataplane.engines.simulated.kv_pool import KvPool
 from dataplane.engines.simulated.metrics import EngineMetrics, Exposition
 from dataplane.engines.simulated.options import BLOCK_TOKENS, SimulatedOptions, kv_blocks
 from dataplane.engines.simulated.roofline import step_times
-from dataplane.engines.simulated.transfer import Remote, pull
+from dataplane.engines.simulated.transfer import (
+    Leases,
+    Pulled,
+    PullReply,
+    PullRequest,
+    Remote,
+    keep_renewed,
+    pull,
+)
 
 # Deliveries come at most this often; a real step takes longer than this without a speed-up.
 WAKE_S_MIN = 0.002
@@ -75,21 +83,21 @@ class Answer:
         self._is_awake = False
 
 
-@dataclass(frozen=True, slots=True)
-class _Pinned:
-    """Blocks of a finished prefill that wait for the engine that decodes."""
-
-    blocks: list[int]
-    tokens: int
-    expires_s: float
-
-
 class Engine:
-    def __init__(self, options: SimulatedOptions, *, gpus: int, model: str) -> None:
+    def __init__(
+        self,
+        options: SimulatedOptions,
+        *,
+        gpus: int,
+        model: str,
+        kv_publisher: KvPublisher | None = None,
+    ) -> None:
         self.options = options
+        self._kv_publisher = kv_publisher
         self.model = model
         self.gpus = gpus
         self.faults = initial_faults(options)
+        self.sleep_level = 0
         self.metrics = EngineMetrics()
         self.blocks = kv_blocks(options, gpus)
         self.batcher = Batcher(
@@ -97,10 +105,15 @@ class Engine:
             seats=options.max_num_seqs,
             step_tokens_max=options.max_num_batched_tokens,
             has_prefix_cache=options.enable_prefix_caching,
+            kv_log=None if kv_publisher is None else kv_publisher.log,
         )
         self._times = step_times(options, gpus)
         self._owner: dict[Sequence, Answer] = {}
-        self._pinned: dict[str, _Pinned] = {}
+        self.leases = Leases(options.kv_lease_s, self.batcher.pool)
+        self._renewals: dict[Sequence, asyncio.Task[None]] = {}
+        # How the engine has died, and the count of generated tokens at which it is to.
+        self.death = Death.NONE
+        self._dies_at = 0
         self._wake = asyncio.Event()
         self._pulls: set[asyncio.Task[None]] = set()
 
@@ -108,17 +121,39 @@ class Engine:
     def in_flight(self) -> int:
         return self.batcher.in_flight
 
+    def use_faults(self, faults: Faults) -> None:
+        """Have these faults from now on, and no other; who was dead lives again."""
+        self.faults = faults
+        self.death = Death.NONE
+        self._dies_at = self.metrics.generation_tokens + faults.death_after_tokens
+        if faults.death is not Death.NONE and not faults.death_after_tokens:
+            self._die()
+
+    def _die(self) -> None:
+        """Compute nothing any more, and let every answer end as this death has it."""
+        self.death = self.faults.death
+        for answer in set(self._owner.values()):
+            answer.wake()
+
     def submit(self, answer: Answer) -> None:
         now = time.perf_counter()
         for sequence in answer.sequences:
             sequence.arrival_s = now
             self._owner[sequence] = answer
             self.batcher.add(sequence)
+            if sequence.is_remote and answer.remote is not None:
+                self._renewals[sequence] = asyncio.ensure_future(
+                    keep_renewed(answer.remote, self.options.kv_lease_s)
+                )
         self._wake.set()
 
     def cancel(self, answer: Answer) -> None:
         """End an answer that nobody waits for, and free its blocks at once."""
         answer.is_cancelled = True
+        self._end(answer, Finish.ABORT)
+
+    def abort(self, answer: Answer) -> None:
+        """End an answer with what it has."""
         self._end(answer, Finish.ABORT)
 
     def abort_all(self) -> None:
@@ -131,27 +166,27 @@ class Engine:
                 self.batcher.remove(sequence)
                 sequence.finish = finish
                 self._owner.pop(sequence, None)
+                self._stop_renewing(sequence)
         answer.wake()
         self._wake.set()
 
-    def hand_over(self, request_id: str) -> int | None:
-        """Free the blocks that a prefill left for another engine; their tokens, or None when
-        there are none.
-        """
-        self._expire_pinned()
-        pinned = self._pinned.pop(request_id, None)
-        if pinned is None:
-            return None
-        self.batcher.unpin(pinned.blocks)
+    def hand_over(self, asked: PullRequest) -> PullReply:
+        """What lies in the blocks that a prefill left for another engine; they are free now."""
+        reply = self.leases.hand_over(asked, time.perf_counter())
         self._wake.set()
-        return pinned.tokens
+        return reply
+
+    def _stop_renewing(self, sequence: Sequence) -> None:
+        task = self._renewals.pop(sequence, None)
+        if task is not None:
+            task.cancel()
 
     async def run(self) -> None:
         """Compute for ever."""
         try:
             await self._run()
         finally:
-            for task in self._pulls:
+            for task in (*self._pulls, *self._renewals.values()):
                 task.cancel()
 
     async def _run(self) -> None:
@@ -167,7 +202,7 @@ class Engine:
                     continue
                 ends_s = clock() + self._duration_s(step)
             await asyncio.sleep(max(ends_s - clock(), WAKE_S_MIN))
-            while self.faults.hang:
+            while self.faults.hang or self.sleep_level or self.death is not Death.NONE:
                 await asyncio.sleep(HANG_POLL_S)
             now_s = clock()
             ends_s = max(ends_s, now_s - LAG_S_MAX)
@@ -178,7 +213,7 @@ class Engine:
         spoke: set[Answer] = set()
         current: Step | None = step
         for _ in range(STEPS_PER_WAKE_MAX):
-            if current is None or ends_s > now_s:
+            if current is None or ends_s > now_s or self.death is not Death.NONE:
                 break
             self._complete(current, ends_s, spoke)
             current = self._plan(ends_s)
@@ -190,23 +225,22 @@ class Engine:
 
     async def _idle(self) -> None:
         """Wait for work, or for the next lease on pinned blocks to end."""
-        if not self._pinned:
+        if not self.leases:
             await self._wake.wait()
             return
-        expires_s = min(pinned.expires_s for pinned in self._pinned.values())
         try:
-            async with asyncio.timeout(max(0.0, expires_s - time.perf_counter())):
+            async with asyncio.timeout(max(0.0, self.leases.expires_s - time.perf_counter())):
                 await self._wake.wait()
         except TimeoutError:
-            self._expire_pinned()
+            self.leases.expire(time.perf_counter())
 
     def _duration_s(self, step: Step) -> float:
         modelled_s = self._times.step_s(step.tokens, step.kv_tokens, step.attention_pairs)
         return modelled_s * self.faults.slow_factor
 
     def _plan(self, now_s: float) -> Step | None:
-        if self._pinned:
-            self._expire_pinned()
+        if self.leases:
+            self.leases.expire(time.perf_counter())
         step, pulls = self.batcher.plan()
         for sequence in pulls:
             task = asyncio.ensure_future(self._pull(sequence))
@@ -224,7 +258,7 @@ class Engine:
         """
         answer = self._owner.get(sequence)
         remote = answer.remote if answer else None
-        tokens = 0
+        result = Pulled.NOTHING
         if remote is not None:
             missing = max(0, sequence.total - sequence.computed)
             size = missing * self.options.kv_bytes_per_token
@@ -232,16 +266,23 @@ class Engine:
                 self.options.transfer_latency_ms / 1000 + size / self.options.transfer_bytes_per_s
             )
             await asyncio.sleep(transfer_s / self.options.speedup)
-            tokens = await pull(remote)
-        is_complete = tokens >= sequence.prompt_tokens
-        if not is_complete:
+            full = sequence.prompt_tokens // BLOCK_TOKENS
+            result = await pull(remote, sequence.digests[:full], self.options.kv_handshake_s)
+        self._stop_renewing(sequence)
+        if result is Pulled.NOTHING:
             self.metrics.kv_pull_failures += 1
-        self.batcher.pulled(sequence, is_complete=is_complete)
+            if self.options.kv_load_failure_policy == "fail" and answer is not None:
+                self._end(answer, Finish.ERROR)
+                return
+        self.batcher.pulled(sequence, result)
         self._wake.set()
 
     def _complete(self, step: Step, ended_s: float, spoke: set[Answer]) -> None:
         metrics = self.metrics
-        for sequence in self.batcher.complete(step):
+        spoken = self.batcher.complete(step)
+        if self._kv_publisher is not None:
+            self._kv_publisher.flush(self.faults)
+        for sequence in spoken:
             answer = self._owner[sequence]
             spoke.add(answer)
             metrics.generation_tokens += 1
@@ -254,6 +295,8 @@ class Engine:
             sequence.last_token_s = ended_s
             if sequence.finish is not None:
                 self._finished(sequence, answer)
+        if self.faults.death is not Death.NONE and metrics.generation_tokens >= self._dies_at:
+            self._die()
 
     def _finished(self, sequence: Sequence, answer: Answer) -> None:
         del self._owner[sequence]
@@ -267,23 +310,17 @@ class Engine:
         if sequence.generated > 1:
             metrics.tpot.observe((last_s - sequence.first_token_s) / (sequence.generated - 1))
         if sequence.is_pinned:
-            self._pinned[answer.request_id] = _Pinned(
+            full = sequence.prompt_tokens // BLOCK_TOKENS
+            self.leases.hold(
+                answer.request_id,
                 sequence.blocks,
-                sequence.prompt_tokens,
-                time.perf_counter() + self.options.kv_lease_s,
+                sequence.digests[:full],
+                time.perf_counter(),
             )
-
-    def _expire_pinned(self) -> None:
-        now_s = time.perf_counter()
-        for request_id, pinned in list(self._pinned.items()):
-            if pinned.expires_s <= now_s:
-                del self._pinned[request_id]
-                self.batcher.unpin(pinned.blocks)
-                self.metrics.kv_expired += 1
 
     def exposition(self) -> bytes:
         """One scrape of `/metrics`."""
-        self._expire_pinned()
+        self.leases.expire(time.perf_counter())
         metrics = self.metrics
         batcher = self.batcher
         text = Exposition(self.model)
@@ -293,13 +330,25 @@ class Engine:
         text.sample("gauge", "kv_cache_usage_perc", batcher.pool.used_ratio)
         text.sample("counter", "prefix_cache_queries_total", batcher.counters.prefix_queries)
         text.sample("counter", "prefix_cache_hits_total", batcher.counters.prefix_hits)
-        text.sample("counter", "external_prefix_cache_hits_total", batcher.counters.prompt_pulled)
+        counters = batcher.counters
+        unfound = counters.prefix_queries - counters.prefix_hits
+        text.sample("counter", "external_prefix_cache_queries_total", unfound)
+        text.sample("counter", "external_prefix_cache_hits_total", counters.prompt_pulled)
+        computed = max(0, metrics.prompt_tokens - counters.prefix_hits - counters.prompt_pulled)
+        sources = {
+            "local_compute": computed,
+            "local_cache_hit": counters.prefix_hits,
+            "external_kv_transfer": counters.prompt_pulled,
+        }
+        for at, (source, tokens) in enumerate(sources.items()):
+            add = text.another if at else partial(text.sample, "counter")
+            add("prompt_tokens_by_source_total", tokens, f'source="{source}"')
         text.sample("counter", "num_preemptions_total", batcher.counters.preemptions)
         text.sample("counter", "prompt_tokens_total", metrics.prompt_tokens)
         text.sample("counter", "generation_tokens_total", metrics.generation_tokens)
         reason = 'reason="max_num_queued_reqs"'
         text.sample("counter", "admission_rejections_total", metrics.rejections, reason)
-        text.sample("counter", "nixl_num_kv_expired_reqs_total", metrics.kv_expired)
+        text.sample("counter", "nixl_num_kv_expired_reqs_total", self.leases.expired)
         text.sample("counter", "nixl_num_failed_transfers_total", metrics.kv_pull_failures)
         for at, (finish, count) in enumerate(metrics.finished.items()):
             add = text.another if at else partial(text.sample, "counter")

@@ -52,7 +52,6 @@ class EngineMetrics:
         self.generation_tokens = 0
         self.rejections = 0
         self.finished = dict.fromkeys(("stop", "length", "abort", "error"), 0)
-        self.kv_expired = 0
         self.kv_pull_failures = 0
         self.ttft = Histogram(_TTFT_S)
         self.itl = Histogram(_ITL_S)

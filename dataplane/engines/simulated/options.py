@@ -2,6 +2,8 @@
 to have.
 """
 
+from typing import Literal
+
 import msgspec
 
 from dataplane.engines.base import EngineError
@@ -14,7 +16,12 @@ class SimulatedOptions(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown
 
     The defaults are one H100 SXM (fp8) that serves Llama-3.1-8B in fp8 with a bf16 KV cache.
     `kv_tokens` 0 derives the KV pool from what the weights leave free; `speedup` divides every
-    modelled time. `completion_tokens_mean` is the mean length of an answer that no limit cuts.
+    modelled time. `kv_connector` moves KV; `kv_lease_s` is how long it is held for another engine, and
+    `kv_handshake_s` how long one that does not answer is waited for; `kv_load_failure_policy` is what becomes
+    of a call whose KV does not come. `completion_tokens_mean` is the mean length of an answer that no limit cuts;
+    in `split_characters_permille` of a thousand tokens the last character ends in the next one. With
+    `draws_by_chance`, answers that are sampled without a seed are another each time. `wake_ms` 0 derives the
+    time of a waking from `load_ms`.
     """
 
     hbm_bytes: int = 80_000_000_000
@@ -33,11 +40,17 @@ class SimulatedOptions(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown
     kv_tokens: int = 0
     enable_prefix_caching: bool = True
     load_ms: int = 0
+    wake_ms: int = 0
     speedup: float = 1.0
     completion_tokens_mean: int = 128
+    split_characters_permille: int = 0
+    draws_by_chance: bool = False
     transfer_bytes_per_s: float = 50e9
     transfer_latency_ms: float = 5.0
+    kv_connector: Literal["", "nixl"] = "nixl"
     kv_lease_s: float = 30.0
+    kv_handshake_s: float = 5.0
+    kv_load_failure_policy: Literal["recompute", "fail"] = "recompute"
     shutdown_timeout_s: float = 30.0
     allow_faults: bool = False
     fault_error_rate: float = 0.0
@@ -53,7 +66,7 @@ _POSITIVE = (
     "hbm_bytes", "bandwidth_bytes_per_s", "flops_per_s", "parameters", "layers", "hidden_size",
     "weights_bytes", "kv_bytes_per_token", "context_tokens_max", "max_num_seqs",
     "max_num_batched_tokens", "gpu_memory_utilization", "speedup", "completion_tokens_mean",
-    "transfer_bytes_per_s", "kv_lease_s", "fault_slow_factor",
+    "transfer_bytes_per_s", "kv_lease_s", "kv_handshake_s", "fault_slow_factor",
 )  # fmt: skip
 
 

@@ -17,6 +17,10 @@ TOKEN_BYTES = 4
 _CONSONANTS = "bdfghklmnprstvwz"
 _WORDS = tuple(f" {a}{b}{c}".encode() for a in _CONSONANTS for b in "aeio" for c in _CONSONANTS)
 
+# Two of the three bytes of U+2080 to U+20BF, and the first of the values that the third one takes.
+_OPEN = b"\xe2\x82"
+_CONTINUATION = 0x80
+
 
 class Message(msgspec.Struct):
     """One chat message. What is neither role nor text counts by its JSON."""
@@ -83,17 +87,52 @@ def _part(part: dict[str, msgspec.Raw]) -> bytes:
 
 
 class Speaker:
-    """Draws the tokens that follow a sequence, one at a time."""
+    """Draws the tokens that follow a sequence, one at a time.
 
-    __slots__ = ("_length_mean", "_state")
+    `restarts`: a draw depends on how many this speaker has made before, as with a seeded generator or a
+    grammar; then a sequence that is continued goes on otherwise than the speaker who began it. Of
+    `split_permille` in a thousand tokens the last character goes on in the next token.
+    """
 
-    def __init__(self, sequence: bytes | bytearray, seed: int, length_mean: int) -> None:
+    __slots__ = ("_draws", "_is_open", "_length_mean", "_restarts", "_split_permille", "_state")
+
+    def __init__(
+        self,
+        sequence: bytes | bytearray,
+        seed: int,
+        length_mean: int,
+        *,
+        restarts: bool = False,
+        split_permille: int = 0,
+    ) -> None:
         self._state = xxhash.xxh3_64(bytes(sequence), seed=seed)
         self._length_mean = length_mean
+        self._restarts = restarts
+        self._split_permille = split_permille
+        self._draws = 0
+        self._is_open = is_split(sequence)
+
+    def mishear(self) -> None:
+        """Go on as after other words than were said."""
+        self._state.update(b"\xff")
 
     def next(self) -> tuple[bytes, bool]:
         """The next token, and whether the speaker would end the answer after it."""
         draw = self._state.intdigest()
+        if self._restarts:
+            self._draws += 1
+            draw = xxhash.xxh3_64_intdigest(self._draws.to_bytes(8, "little"), seed=draw)
         word = _WORDS[draw & 1023]
+        if self._is_open:
+            word = bytes((_CONTINUATION + (draw >> 32 & 63),)) + word[1:]
+            self._is_open = False
+        elif self._split_permille and (draw >> 40) % 1000 < self._split_permille:
+            word = word[:2] + _OPEN
+            self._is_open = True
         self._state.update(word)
-        return word, (draw >> 16) % self._length_mean == 0
+        return word, not self._is_open and (draw >> 16) % self._length_mean == 0
+
+
+def is_split(sequence: bytes | bytearray) -> bool:
+    """Whether the last character of a sequence goes on in the token that follows."""
+    return sequence.endswith(_OPEN)

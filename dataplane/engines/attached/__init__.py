@@ -1,0 +1,1 @@
+"""Stands for a server that was there before the agent."""
