@@ -40,11 +40,12 @@ bench: compile
 	$(BIN)/python -m tests.benchmarks
 
 # A real vLLM and a real llama.cpp, each in a virtual environment of its own; some minutes and 4 GB the
-# first time.
+# first time. ENGINE_TESTS names a part of them.
+ENGINE_TESTS ?= tests/engine tests/contract
 test-engine: setup
 	$(BIN)/python tests/engine/install_vllm.py
 	$(BIN)/python tests/engine/install_llama_cpp.py
-	$(BIN)/python -m pytest -m "engine and not slow" tests/engine
+	$(BIN)/python -m pytest -m "engine and not slow" $(ENGINE_TESTS)
 
 clean:
 	rm -rf $(VENV) .headway build *.egg-info
