@@ -204,8 +204,10 @@ class Desk(Generic[J]):
                     self._planned[each.request.id] = outcome
 
     def _ready(self, job: J, now_ms: float) -> Request | None:
-        """The call as it may be placed anywhere now; None when it has a home, or something speaks against it."""
-        if job.request.home is not None:
+        """The call as it may be placed anywhere now; None when it may not: it has a home, an engine has failed it,
+        or something speaks against it.
+        """
+        if job.request.home is not None or job.attempts_failed:
             return None
         ruled = self.rule(job, now_ms)
         if isinstance(ruled, Refuse):
@@ -343,9 +345,7 @@ class Desk(Generic[J]):
         after = None
         may_retry = job.attempt < RETRIES_PER_REQUEST_MAX and now_ms < request.deadline_ms
         if is_retried and may_retry:
-            rows = tuple(
-                row for row in self.fleet.rows_for(request.model) if row not in job.attempts_failed
-            )
+            rows = self._rows_left(job)
             after = other_prefill(request, before, rows, cached, int(now_ms))
             if after is not None and not self.try_retry(request, now_ms):
                 after = None
@@ -425,10 +425,12 @@ class Desk(Generic[J]):
             job.attempts_failed = (*job.attempts_failed, *lacking)
 
     def _rows_left(self, job: J) -> tuple[EngineRow, ...]:
-        """Engines of the call's model that have not failed it."""
+        """Engines of the call's model that have not failed it, by name: an engine's row may be another one since."""
         rows = self.fleet.rows_for(job.request.model)
-        failed = job.attempts_failed
-        return tuple(row for row in rows if row not in failed) if failed else rows
+        if not job.attempts_failed:
+            return rows
+        failed = {row.engine_id for row in job.attempts_failed}
+        return tuple(row for row in rows if row.engine_id not in failed)
 
     def try_retry(self, request: Request, now_ms: float) -> bool:
         """Spend a retry of the tenant's and the pool's budgets; also for a client that is to come again."""

@@ -122,3 +122,15 @@ def test_a_stream_beyond_its_deadline_is_not_moved() -> None:
     assert isinstance(desk.ask(stream, NOW), Placement)
     late = stream.request.deadline_ms
     assert desk.elsewhere(stream, stream.placement.decode, late, is_free=True) is None
+
+
+def test_streams_that_wait_together_are_not_placed_where_they_failed() -> None:
+    """Who waits is placed jointly, but not who can not go everywhere."""
+    desk = a_desk(2, 4)
+    dead = row(desk, "e0")
+    streams = [job(f"s{number}") for number in range(3)]
+    for stream in streams:
+        stream.attempts_failed = (dead,)
+        assert desk.enter(stream, NOW) == []
+    placed, _ = desk.line.offer(NOW)
+    assert [outcome.decode.engine_id for _, outcome in placed] == ["e1"] * 3  # type: ignore[union-attr]
