@@ -29,7 +29,8 @@ from .test_whole_path import CLUSTER as ONE_ENGINE
 
 pytestmark = [pytest.mark.engine, pytest.mark.anyio, pytest.mark.timeout(600)]
 
-TOKENS = 300
+# Longer than what an engine has said before its clients hear of it.
+TOKENS = 1_000
 STREAMS = 16
 SECOND_ENGINE = """
       - {{engine_id: v2, kind: vllm, model: tiny, role: both, gpus: 1, options: {{
