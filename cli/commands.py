@@ -9,8 +9,8 @@ from cli.client import JsonObject, segment
 from cli.failure import CommandFailure, ExitCode
 from cli.operator import Session, with_session
 from cli.output import instant, table
-from cli.paging import CursorOption, LimitOption, page_of, show_page
-from cli.watch import WatchOption, progress_of, watch
+from cli.paging import CursorOption, LimitOption, page_of
+from cli.watch import WatchOption, progress_of, show_list, watch
 
 app = typer.Typer(no_args_is_help=True, help="What agents were told, and what became of it.")
 
@@ -33,11 +33,7 @@ def list_commands(
     def read() -> JsonObject:
         return page_of(session, "commands", limit, cursor, node_id=node, engine_id=engine)
 
-    if is_watched:
-        watch(session, read, _table)
-        return
-    page = read()
-    show_page(session, page, _table(page))
+    show_list(session, read, _table, is_watched=is_watched)
 
 
 @app.command("show")

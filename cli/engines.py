@@ -12,8 +12,8 @@ from cli.commands import follow
 from cli.failure import CommandFailure, ExitCode
 from cli.operator import Session, with_change, with_session
 from cli.output import table
-from cli.paging import CursorOption, LimitOption, page_of, show_page
-from cli.watch import WatchOption, YesOption, confirm, progress_of, watch
+from cli.paging import CursorOption, LimitOption, page_of
+from cli.watch import WatchOption, YesOption, confirm, progress_of, show_list
 
 app = typer.Typer(no_args_is_help=True, help="Inference servers, and commands to their agents.")
 app.add_typer(profiles.app, name="profiles")
@@ -38,11 +38,7 @@ def list_engines(
     def read() -> JsonObject:
         return page_of(session, "engines", limit, cursor)
 
-    if is_watched:
-        watch(session, read, _table)
-        return
-    page = read()
-    show_page(session, page, _table(page))
+    show_list(session, read, _table, is_watched=is_watched)
 
 
 def _table(page: JsonObject) -> Table:

@@ -11,8 +11,8 @@ from cli.commands import follow
 from cli.failure import CommandFailure, ExitCode
 from cli.operator import DataDirOption, JsonOption, Session, reported, with_change, with_session
 from cli.output import Output, cell, instant, table
-from cli.paging import CursorOption, LimitOption, page_of, show_page
-from cli.watch import WatchOption, watch
+from cli.paging import CursorOption, LimitOption, page_of
+from cli.watch import WatchOption, show_list
 
 app = typer.Typer(no_args_is_help=True, help="Machines with GPUs.")
 
@@ -35,11 +35,7 @@ def list_nodes(
     def read() -> JsonObject:
         return page_of(session, "nodes", limit, cursor)
 
-    if is_watched:
-        watch(session, read, _table)
-        return
-    page = read()
-    show_page(session, page, _table(page))
+    show_list(session, read, _table, is_watched=is_watched)
 
 
 def _table(page: JsonObject) -> Table:

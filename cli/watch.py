@@ -11,10 +11,12 @@ from typing import Annotated, Any
 import typer
 from rich.console import RenderableType
 from rich.live import Live
+from rich.table import Table
 
 from cli.client import JsonObject
 from cli.failure import CommandFailure, ExitCode
 from cli.operator import Session
+from cli.paging import show_page
 
 LOOK_S = 0.5
 MS_PER_S = 1_000
@@ -54,6 +56,21 @@ def watch(
                     return document
                 time.sleep(LOOK_S)
     return document
+
+
+def show_list(
+    session: Session,
+    read: Callable[[], JsonObject],
+    view: Callable[[JsonObject], Table],
+    *,
+    is_watched: bool,
+) -> None:
+    """Show a page that `read` fetches, with `is_watched` again and again."""
+    if is_watched:
+        watch(session, read, view)
+        return
+    page = read()
+    show_page(session, page, view(page))
 
 
 def confirm(session: Session, words: str, *, is_sure: bool) -> None:

@@ -9,6 +9,26 @@ READY_S_MAX = 600.0
 # other one when its own progress thread does not sleep; one that only fetches is as fast with a sleeping thread.
 PREFILL_ENVIRONMENT = {"NIXL_PTHR_DELAY_US": "0"}
 
+# Parts of cluster documents, to be formatted like the rest of these.
+TINY_CATALOGUE = """
+regions: [lab]
+gpu_types:
+  - {{name: cpu, hbm_bytes: 16000000000, bandwidth_bytes_per_s: 2.0e10, flops_per_s: 1.0e11,
+     price_micro_usd_per_hour: 100000, price_source: test, price_date: 2026-11-01}}
+models:
+  - {{name: tiny, parameters: 1340000, layers: 2, hidden_size: 128, weights_bytes: 2950000,
+     kv_bytes_per_token: 512, context_tokens_max: 4096, load_ms: 20000,
+     price_prompt_micro_usd_per_mtok: 1000000, price_cached_micro_usd_per_mtok: 100000,
+     price_completion_micro_usd_per_mtok: 2000000}}
+"""
+TENANTS = """
+slo_classes:
+  - {{name: interactive, ttft_ms_max: 5000, tpot_ms_max: 200, e2e_ms_max: 120000,
+     value_micro_usd: 10000, late_micro_usd_per_s: 500}}
+tenants:
+  - {{id: acme, name: Acme, tenant_class: gold, slo_class: interactive, budget_usd: 100.0}}
+"""
+
 
 def cpu_environment() -> dict[str, str]:
     """For engines that share the cores of a small machine, and can not reach a model hub."""

@@ -20,13 +20,16 @@ from tests.integration.agent_world import agent_world
 from tests.ports import free_port
 from tests.system.conftest import check_invariants, client_of, engines
 
+from .environment import TENANTS
+
 pytestmark = [pytest.mark.engine, pytest.mark.anyio, pytest.mark.timeout(300)]
 
 READY_S_MAX = 60.0
 SEATS = 4
 CONTEXT_TOKENS = 2048
 
-CLUSTER = """
+CLUSTER = (
+    """
 regions: [lab]
 gpu_types:
   - {{name: cpu, hbm_bytes: 16000000000, bandwidth_bytes_per_s: 2.0e10, flops_per_s: 1.0e11,
@@ -36,11 +39,9 @@ models:
      kv_bytes_per_token: 256, context_tokens_max: 2048, load_ms: 2000,
      price_prompt_micro_usd_per_mtok: 1000000, price_cached_micro_usd_per_mtok: 100000,
      price_completion_micro_usd_per_mtok: 2000000}}
-slo_classes:
-  - {{name: interactive, ttft_ms_max: 5000, tpot_ms_max: 200, e2e_ms_max: 120000,
-     value_micro_usd: 10000, late_micro_usd_per_s: 500}}
-tenants:
-  - {{id: acme, name: Acme, tenant_class: gold, slo_class: interactive, budget_usd: 100.0}}
+"""
+    + TENANTS
+    + """
 nodes:
   - id: n1
     region: lab
@@ -51,6 +52,7 @@ nodes:
       - {{engine_id: l1, kind: llama_cpp, model: tiny, role: both, gpus: 1, options: {options}}}
       - {{engine_id: l2, kind: llama_cpp, model: tiny, role: both, gpus: 1, options: {options}}}
 """
+)
 
 
 def options(llama_server: Path, gguf: Path) -> dict[str, str | int]:

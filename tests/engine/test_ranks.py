@@ -18,7 +18,7 @@ from controlplane.store.cluster import parse_cluster
 from tests.ports import free_port
 from tests.system.conftest import check_invariants, client_of, engines
 
-from .environment import cpu_environment
+from .environment import TENANTS, TINY_CATALOGUE, cpu_environment
 
 pytestmark = [
     pytest.mark.engine, pytest.mark.slow, pytest.mark.anyio, pytest.mark.timeout(900),
@@ -27,21 +27,10 @@ pytestmark = [
 # Eight processes, on two cores.
 READY_S_MAX = 480.0
 
-CLUSTER = """
-regions: [lab]
-gpu_types:
-  - {{name: cpu, hbm_bytes: 16000000000, bandwidth_bytes_per_s: 2.0e10, flops_per_s: 1.0e11,
-     price_micro_usd_per_hour: 100000, price_source: test, price_date: 2026-11-01}}
-models:
-  - {{name: tiny, parameters: 1340000, layers: 2, hidden_size: 128, weights_bytes: 2950000,
-     kv_bytes_per_token: 512, context_tokens_max: 4096, load_ms: 20000,
-     price_prompt_micro_usd_per_mtok: 1000000, price_cached_micro_usd_per_mtok: 100000,
-     price_completion_micro_usd_per_mtok: 2000000}}
-slo_classes:
-  - {{name: interactive, ttft_ms_max: 5000, tpot_ms_max: 200, e2e_ms_max: 120000,
-     value_micro_usd: 10000, late_micro_usd_per_s: 500}}
-tenants:
-  - {{id: acme, name: Acme, tenant_class: gold, slo_class: interactive, budget_usd: 100.0}}
+CLUSTER = (
+    TINY_CATALOGUE
+    + TENANTS
+    + """
 nodes:
   - id: n1
     region: lab
@@ -52,6 +41,7 @@ nodes:
       - {{engine_id: v2, kind: vllm, model: tiny, role: both, gpus: 2, profile: data-2,
          options: {options}}}
 """
+)
 
 
 @pytest.fixture(scope="module")
