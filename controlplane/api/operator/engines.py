@@ -321,30 +321,31 @@ async def _tell_owner(
 ) -> CommandAnswer:
     known = await catalog.list_engines(services.engine)
     own = [record for record in known if _is_of(record.id, engine_id)]
-    for record in own:
-        if kind is CommandKind.WAKE and record.state == EngineState.SLEEPING:
-            gpus = sum(rank.gpus for rank in own)
-            _check_room(services, engine_id, record.node_id, gpus, known)
-        needed = _NEEDED.get(kind)
-        if needed is not None and needed not in record.capabilities:
-            able = ", ".join(record.capabilities) or "nothing of the kind"
-            raise Refused(
-                Refuse(
-                    Reason.INVALID_REQUEST,
-                    f"engine `{engine_id}` has no `{needed}` (it has: {able}); its kind lacks it,"
-                    " or its options do not switch it on",
-                )
+    if not own:
+        raise Refused(Refuse(Reason.NOT_FOUND, f"there is no engine `{engine_id}`"))
+    record = own[0]
+    if kind is CommandKind.WAKE and record.state == EngineState.SLEEPING:
+        gpus = sum(rank.gpus for rank in own)
+        _check_room(services, engine_id, record.node_id, gpus, known)
+    needed = _NEEDED.get(kind)
+    if needed is not None and needed not in record.capabilities:
+        able = ", ".join(record.capabilities) or "nothing of the kind"
+        raise Refused(
+            Refuse(
+                Reason.INVALID_REQUEST,
+                f"engine `{engine_id}` has no `{needed}` (it has: {able}); its kind lacks it,"
+                " or its options do not switch it on",
             )
-        return await _tell(
-            services,
-            by,
-            record.node_id,
-            engine_id,
-            kind,
-            deadline_s=(body or Drain()).deadline_s,
-            arguments=arguments,
         )
-    raise Refused(Refuse(Reason.NOT_FOUND, f"there is no engine `{engine_id}`"))
+    return await _tell(
+        services,
+        by,
+        record.node_id,
+        engine_id,
+        kind,
+        deadline_s=(body or Drain()).deadline_s,
+        arguments=arguments,
+    )
 
 
 def _is_of(declared: str, engine_id: str) -> bool:
