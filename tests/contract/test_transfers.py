@@ -21,6 +21,8 @@ OBJECT = {
     "remote_prefill_cached_tokens",
 }  # fmt: skip
 TOKENS = 12
+# How long an engine tries to reach one that is not there.
+HANDSHAKE_S = 5.0
 BLOCKS = "kv_cache_usage_perc"
 
 
@@ -145,7 +147,7 @@ async def test_an_engine_that_is_not_there_costs_the_handshake(
     params |= {"remote_port": 1, "remote_engine_id": "somebody-else"}
     began = time.monotonic()
     assert await moved(decode, prompt, params) == await moved(prefill, prompt, None)
-    assert time.monotonic() - began > 4.5
+    assert time.monotonic() - began > HANDSHAKE_S - 0.5
     assert await decode.metric("nixl_num_failed_transfers_total") == failed + 1
 
 
@@ -166,7 +168,7 @@ async def test_the_head_of_a_stream_comes_while_its_kv_is_fetched(
             break
         body_s = time.monotonic() - began
     assert head_s < 2
-    assert body_s > 4.5
+    assert body_s > HANDSHAKE_S - 0.5
 
 
 async def test_a_client_that_leaves_while_kv_is_fetched_leaves_a_living_engine(
@@ -175,12 +177,15 @@ async def test_a_client_that_leaves_while_kv_is_fetched_leaves_a_living_engine(
     prompt = prompt_of("leaving")
     params = await leg_1(prefill, prompt)
     params |= {"remote_port": 3, "remote_engine_id": "nowhere"}
+    began = time.monotonic()
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(1):
             await moved(decode, prompt, params)
     await decode.until_metric("num_requests_waiting", 0)
     await decode.until_metric(BLOCKS, 0)
     assert await moved(decode, "still there", None) == await moved(prefill, "still there", None)
+    # The handshake goes on by itself; its failure is not to be counted as another test's.
+    await asyncio.sleep(max(0.0, began + HANDSHAKE_S + 1 - time.monotonic()))
 
 
 async def test_an_unknown_call_is_read_where_it_says(prefill: Engine, decode: Engine) -> None:
