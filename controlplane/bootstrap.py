@@ -23,7 +23,7 @@ from controlplane.domain.ids import ReplicaId
 from controlplane.gateway.hot_path import HotPath
 from controlplane.gateway.server import make_server
 from controlplane.gateway.sweeper import Sweeper
-from controlplane.gateway.upstream import LEAVE_AFTER_S, Upstream
+from controlplane.gateway.upstream import Upstream
 from controlplane.runtime import gauges
 from controlplane.runtime.accounts import Accounts
 from controlplane.runtime.admit import Gate
@@ -281,7 +281,7 @@ async def running_replica(settings: Settings) -> AsyncIterator[Replica]:
         sweeper = Sweeper()
         upstream = Upstream(sweeper)
         stack.callback(upstream.close)
-        fleet.on_leaving = partial(_leave, fleet, upstream)
+        fleet.on_leaving = partial(_leave, fleet, upstream, settings.stream_leave_s)
         tracing = _tracing(stack, settings, metrics, replica_id)
         services = Services(
             engine=engine,
@@ -369,9 +369,9 @@ def _tracing(
     return tracing
 
 
-def _leave(fleet: FleetState, upstream: Upstream, row: EngineRow) -> None:
+def _leave(fleet: FleetState, upstream: Upstream, after_s: float, row: EngineRow) -> None:
     """An engine is drained: what runs there may end in the time that it has, or go on elsewhere."""
-    asyncio.get_running_loop().call_later(LEAVE_AFTER_S, upstream.leave, fleet.address_of(row))
+    asyncio.get_running_loop().call_later(after_s, upstream.leave, fleet.address_of(row))
 
 
 async def _end(tasks: list[asyncio.Task[None]]) -> None:

@@ -39,6 +39,9 @@ class Settings(BaseSettings):
     requests_kept_days: Annotated[int, Field(ge=31, le=3_650)] = 400
     budget_slice_micro_usd: Annotated[int, Field(gt=0)] = 100_000
     drain_s_max: Annotated[float, Field(ge=0)] = 30.0
+    # Streams of an engine that is drained have so long to end there before they go on elsewhere: what is nearly
+    # done need not be handed over.
+    stream_leave_s: Annotated[float, Field(ge=0, le=3_600)] = 2.0
     # The planner of the fleet: time between two rounds, and the most that the solver may take of one.
     planner_interval_s: Annotated[float, Field(gt=0)] = 10.0
     planner_solve_s_max: Annotated[float, Field(gt=0, le=600)] = 4.0

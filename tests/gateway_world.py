@@ -191,6 +191,8 @@ class RoundRobinGate:
     may_come_back: bool = True
     resumes_max: int = 8
     moved: list[str] = field(default_factory=list)
+    hands_over: bool = False
+    held_left: set[str] = field(default_factory=set)
     model: Model = MODEL
     checks: list[int] = field(default_factory=list)
     cached_usages: list[Usage] = field(default_factory=list)
@@ -235,8 +237,10 @@ class RoundRobinGate:
         ticket.left.add(left.index)
         return ticket.placement
 
-    def move(self, ticket: TicketView, placement: Placement) -> None:
+    def move(self, ticket: TicketView, placement: Placement, *, keeps_left: bool = False) -> None:
         assert placement is ticket.placement
+        if keeps_left:
+            self.held_left.add(ticket.id)
         ticket.resumes += 1
         ticket.attempt += 1
         self._place(ticket)
@@ -249,6 +253,15 @@ class RoundRobinGate:
 
     def goes_on(self, ticket: TicketView) -> None:
         self.moved.append(ticket.id)
+        self.held_left.discard(ticket.id)
+
+    def let_go(self, ticket: TicketView) -> None:
+        self.held_left.discard(ticket.id)
+
+    def hand_over_source(self, left: EngineRow, to: EngineRow) -> KvSource | None:
+        assert left in self._rows
+        assert to in self._rows
+        return self.kv_source if self.hands_over else None
 
     def may_return(self, ticket: TicketView) -> bool:
         assert ticket.id

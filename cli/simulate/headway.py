@@ -118,7 +118,7 @@ class SimulatedJob:
     __slots__ = (
         "attempt", "attempts_failed", "call", "charge", "decided_ms", "decode_cached_tokens",
         "home_until_ms", "id", "idle_until_ms",
-        "is_first_token_seen", "is_holding_decode", "is_holding_prefill", "placement", "prompt_bytes",
+        "is_first_token_seen", "is_holding_decode", "is_holding_prefill", "left", "placement", "prompt_bytes",
         "queue_class", "request", "rule", "terms",
     )  # fmt: skip
 
@@ -142,6 +142,7 @@ class SimulatedJob:
         self.is_holding_decode = False
         self.is_first_token_seen = False
         self.decode_cached_tokens = 0
+        self.left: Placement | None = None
 
     @property
     def n(self) -> int:

@@ -260,15 +260,7 @@ class Body:
         `asked` is the connector's word to that engine, None where it needs none. The answer ends at its
         length and by nothing else, for only then KV is held by every connector.
         """
-        members = self._bounded(1, cache_salt)
-        members["stream"] = _FALSE
-        members["max_tokens"] = _ONE
-        members["ignore_eos"] = _TRUE
-        for name in _NOT_FOR_PREFILL:
-            members.pop(name, None)
-        if asked is not None:
-            members["kv_transfer_params"] = asked
-        return _encode(members)
+        return _first_leg(self._bounded(1, cache_salt), asked)
 
     def _bounded(self, completion_tokens_max: int, cache_salt: str | None) -> dict[str, Raw]:
         members = self.members.copy()
@@ -287,6 +279,31 @@ class Body:
             if salt:
                 members["cache_salt"] = Raw(_encode(salt))
         return members
+
+
+def _first_leg(members: dict[str, Raw], asked: Raw | None) -> bytes:
+    members["stream"] = _FALSE
+    members["max_tokens"] = _ONE
+    members["ignore_eos"] = _TRUE
+    for name in _NOT_FOR_PREFILL:
+        members.pop(name, None)
+    if asked is not None:
+        members["kv_transfer_params"] = asked
+    return _encode(members)
+
+
+def for_hand_over(engine_body: bytes, asked: Raw | None) -> bytes:
+    """What an engine's body becomes for one that holds the KV of its prompt and is to hand it over."""
+    members = _index(engine_body)
+    members.pop("return_token_ids", None)
+    return _first_leg(members, asked)
+
+
+def with_transfer(engine_body: bytes, transfer: Raw | None) -> bytes:
+    """An engine's body, with where the KV of its prompt is to be fetched."""
+    if transfer is None:
+        return engine_body
+    return _encode(_index(engine_body) | {"kv_transfer_params": transfer})
 
 
 def parse(raw: bytes, *, is_chat: bool) -> Body | Flaw:

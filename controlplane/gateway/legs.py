@@ -18,7 +18,6 @@ from msgspec import Raw
 from controlplane.domain.fleet import EngineRow
 from controlplane.domain.outcome import AttemptOutcome
 from controlplane.domain.transfer import FETCHING, Connector, KvSource
-from controlplane.gateway.body import Body
 from controlplane.gateway.upstream import Address, Upstream, UpstreamError
 from controlplane.wire.openai import Answer
 
@@ -124,19 +123,18 @@ async def prefill(
     address: Address,
     path: bytes,
     headers: bytes,
-    body: Body,
+    body: bytes,
     *,
     request_id: str,
-    cache_salt: str | None,
     now_s: float,
     deadline_s: float,
 ) -> Prefilled | Unfilled:
-    """Run the first leg to its end. Instants are seconds of the monotonic clock."""
-    asked = _asked(source, request_id)
+    """Run the first leg to its end. Instants are seconds of the monotonic clock.
+
+    `body` holds what `asked` says, and asks for one token.
+    """
     try:
-        connection = await upstream.post(
-            address, path, headers, body.for_prefill(cache_salt, asked), deadline=deadline_s
-        )
+        connection = await upstream.post(address, path, headers, body, deadline=deadline_s)
         try:
             answer = await connection.read()
         except BaseException:
@@ -171,8 +169,8 @@ async def prefill(
     )
 
 
-def _asked(source: KvSource, request_id: str) -> Raw | None:
-    """What the first engine is told."""
+def asked(source: KvSource, request_id: str) -> Raw | None:
+    """What the first engine is told beside the prompt."""
     match source.connector:
         case Connector.NIXL | Connector.NIXL_PUSH:
             return _ASKED_OF_NIXL

@@ -29,8 +29,8 @@ class Looked(Protocol):
 
     def look(self, now: float) -> None: ...
 
-    def pardon(self, now: float) -> None:
-        """Begin anew: nobody could have been heard."""
+    def pardon(self, late_s: float) -> None:
+        """For so long nobody could have been heard: it does not count as silence."""
 
 
 class Sweeper:
@@ -63,11 +63,12 @@ class Sweeper:
         slept_s = time.monotonic()
         await asyncio.sleep(look_s)
         now = time.monotonic()
-        if now - slept_s <= HELD_UP_RATIO * look_s:
+        late_s = now - slept_s - look_s
+        if late_s <= (HELD_UP_RATIO - 1.0) * look_s:
             self.look(now)
             return False
         for looked in self.looked:
-            looked.pardon(now)
+            looked.pardon(late_s)
         return True
 
     def look(self, now: float) -> None:

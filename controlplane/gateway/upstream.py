@@ -38,10 +38,6 @@ SILENT_S_MIN: Final = 1.0
 SUSPECT_S: Final = 0.25
 KNOCK_S_MAX: Final = 1.0
 
-# Streams of an engine that is drained have so long to end there before they go on elsewhere: what is nearly
-# done need not be computed again.
-LEAVE_AFTER_S: Final = 2.0
-
 # Host and port, and whole header lines that every request there carries.
 Address = tuple[str, int] | tuple[str, int, bytes]
 
@@ -135,6 +131,7 @@ class Connection(asyncio.Protocol):
         "_sweeper",
         "_timeout_words",
         "_transport",
+        "_usual_s",
         "_waiter",
         "content_type",
         "has_head",
@@ -161,6 +158,8 @@ class Connection(asyncio.Protocol):
         # What arrived since the flow is watched: pieces, those at the last look, and when it last grew.
         self._pieces = self._pieces_looked = 0
         self._pieces_since_s = self._quiet_since_s = 0.0
+        # A silence of so long is not usual.
+        self._usual_s = SILENT_S_MIN
         self._is_silent = self._is_leaving = False
         self._timeout_words = ""
         self._failure: UpstreamError | None = None
@@ -265,6 +264,7 @@ class Connection(asyncio.Protocol):
         """
         self._pieces = self._pieces_looked = 1 if self._chunks else 0
         self._pieces_since_s = self._quiet_since_s = time.monotonic()
+        self._usual_s = 0.0 if self._pieces else SILENT_S_MIN
         self._pool.flowing.add(self)
         self._sweeper.looked.add(self)
 
@@ -277,15 +277,14 @@ class Connection(asyncio.Protocol):
         """Whether nothing has come for longer than is usual. A reader that is not waiting is the slow one."""
         pieces = self._pieces
         if pieces != self._pieces_looked or self._is_paused or self._waiter is None:
-            self.pardon(now)
+            self._pieces_looked, self._quiet_since_s = pieces, now
+            if pieces:
+                self._usual_s = SILENT_GAPS * (now - self._pieces_since_s) / pieces
             return
         quiet_s = now - self._quiet_since_s
         if quiet_s < SUSPECT_S:
             return
-        usual_s = SILENT_S_MIN
-        if pieces:
-            usual_s = SILENT_GAPS * (self._quiet_since_s - self._pieces_since_s) / pieces
-        if quiet_s < usual_s:
+        if quiet_s < self._usual_s:
             return
         if self._pool.is_refusing or (pieces and quiet_s >= SILENT_S_MIN):
             self._quiet_since_s = now
@@ -294,10 +293,9 @@ class Connection(asyncio.Protocol):
         else:
             self._pool.knock()
 
-    def pardon(self, now: float) -> None:
-        """Count silence from now on."""
-        self._pieces_looked = self._pieces
-        self._quiet_since_s = now
+    def pardon(self, late_s: float) -> None:
+        """Leave `late_s` out of the silence so far; a process that is always late still notices one."""
+        self._quiet_since_s += late_s
 
     def release(self) -> None:
         """The owner needs no more. A complete answer's connection is kept for the next call."""

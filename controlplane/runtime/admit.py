@@ -9,13 +9,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final, Protocol
 
-from controlplane.domain.catalog import Model, Principal, Scope
+from controlplane.domain.catalog import Model, Principal, Role, Scope
 from controlplane.domain.decision import Decision, Placement, Queue, Reason, Refuse
 from controlplane.domain.errors import StateUnavailable
 from controlplane.domain.fleet import EngineRow
 from controlplane.domain.ids import ModelName, RequestId, WorkflowId
 from controlplane.domain.outcome import AttemptOutcome, RequestState, Usage
 from controlplane.domain.request import Request
+from controlplane.domain.transfer import Connector, KvSource
 from controlplane.reliability.retry_budget import RetryBudgets
 from controlplane.runtime.accounts import Accounts
 from controlplane.runtime.books import Books
@@ -410,10 +411,24 @@ class Gate:
         """
         return self.desk.elsewhere(ticket, left, monotonic_ms(), is_free=ticket.resumes == 0)
 
-    def move(self, ticket: Ticket, placement: Placement) -> None:
-        """Give a stream to the engine that `elsewhere` has just named."""
-        self.desk.move(ticket, placement, monotonic_ms())
+    def move(self, ticket: Ticket, placement: Placement, *, keeps_left: bool = False) -> None:
+        """Give a stream to the engine that `elsewhere` has just named.
+
+        With `keeps_left` the engine that it leaves is held, until `let_go` or until the stream goes on.
+        """
+        self.desk.move(ticket, placement, monotonic_ms(), keeps_left=keeps_left)
         ticket.resumes += 1
+
+    def let_go(self, ticket: Ticket) -> None:
+        """The engine that the stream has left is not needed any more."""
+        self.desk.let_go(ticket)
+
+    def hand_over_source(self, left: EngineRow, to: EngineRow) -> KvSource | None:
+        """How `to` fetches KV of a stream from an engine that is left alive; None: it can not."""
+        if left.role is not Role.BOTH or not left.pair_key or left.pair_key != to.pair_key:
+            return None
+        source = self.fleet.kv_source_of(left)
+        return source if source is not None and source.connector is Connector.NIXL else None
 
     async def resume(self, ticket: Ticket, left: EngineRow) -> bool:
         """Give a stream whose engine was lost to another one, or wait for a seat for a while, and hold none

@@ -83,9 +83,9 @@ class Ticket:
         "decisions", "decode_cached_tokens",
         "decode_url", "grant", "holds", "home_until_ms", "id", "idle_until_ms",
         "is_first_token_seen", "is_holding_decode", "is_holding_prefill", "is_replayed", "is_settled",
-        "kv_source", "live", "model", "n", "opened_at_s", "part", "placement", "policy", "prefill_url", "queue_class",
-        "queue_ms", "rate_headers", "request", "reserved_micro_usd", "resumes", "rule", "ruling", "static", "terms",
-        "tokens_check_at", "tokens_held", "warnings",
+        "kv_source", "left", "live", "model", "n", "opened_at_s", "part", "placement", "policy", "prefill_url",
+        "queue_class", "queue_ms", "rate_headers", "request", "reserved_micro_usd", "resumes", "rule", "ruling",
+        "static", "terms", "tokens_check_at", "tokens_held", "warnings",
     )  # fmt: skip
 
     # Set by the gate before it hands the ticket out.
@@ -152,6 +152,7 @@ class Ticket:
         self.is_holding_decode = False
         self.is_first_token_seen = False
         self.decode_cached_tokens = 0
+        self.left: Placement | None = None
         self.is_replayed = False
         self.is_settled = False
         self.tokens_check_at = 0

@@ -41,7 +41,8 @@ class Job(Waits, Protocol):
 
     `is_holding_prefill` and `is_holding_decode` say which credits are still taken; `decided_ms` is when
     the placement was, `home_until_ms` until when the call waits for its home. `decode_cached_tokens` of the
-    prompt were thought to be on the engine that decodes before it was to get them.
+    prompt were thought to be on the engine that decodes before it was to get them. `left` is where a stream
+    ran that has moved, while its seat there is still held.
     """
 
     placement: Placement
@@ -53,6 +54,7 @@ class Job(Waits, Protocol):
     is_holding_decode: bool
     is_first_token_seen: bool
     decode_cached_tokens: int
+    left: Placement | None
 
     @property
     def terms(self) -> Terms: ...
@@ -402,14 +404,34 @@ class Desk(Generic[J]):
             return Queue(Reason.NO_CAPACITY)
         return decision.placement
 
-    def move(self, job: J, placement: Placement, now_ms: float) -> None:
-        """Give back what a stream holds, and take what `elsewhere` has just found for it."""
-        self.release(job)
+    def move(
+        self, job: J, placement: Placement, now_ms: float, *, keeps_left: bool = False
+    ) -> None:
+        """Give back what a stream holds, and take what `elsewhere` has just found for it.
+
+        With `keeps_left` the seat that it leaves stays held until `let_go`: nobody ends an engine while a seat
+        of it is held, and KV may still be fetched from it.
+        """
+        left = job.placement
+        if keeps_left:
+            self.let_go(job)
+            self.release_prefill(job)
+            job.left, job.is_holding_decode = left, False
+        else:
+            self.release(job)
         job.attempt += 1
         self._commit(job, placement, now_ms)
 
+    def let_go(self, job: J) -> None:
+        """Give back the seat on the engine that a stream has left, if it still holds one."""
+        left, job.left = job.left, None
+        if left is not None:
+            self.fleet.release_decode(left)
+            self.freed()
+
     def goes_on(self, job: J) -> None:
         """The engine that a stream was moved to has begun to answer: the prompt is computed."""
+        self.let_go(job)
         if not job.is_first_token_seen:
             job.is_first_token_seen = True
             self.fleet.prefilled(job.request, job.placement)
@@ -445,6 +467,7 @@ class Desk(Generic[J]):
 
     def release(self, job: J) -> None:
         """Give back whatever credits the call still holds."""
+        self.let_go(job)
         if not job.is_holding_decode:
             return
         job.is_holding_decode = False

@@ -9,7 +9,13 @@ import pytest
 
 from controlplane.domain.outcome import AttemptOutcome
 from controlplane.gateway.sweeper import Sweeper
-from controlplane.gateway.upstream import BODY_BYTES_MAX, Connection, Upstream, UpstreamError
+from controlplane.gateway.upstream import (
+    BODY_BYTES_MAX,
+    Connection,
+    SilentError,
+    Upstream,
+    UpstreamError,
+)
 from tests.gateway_world import (
     END,
     STREAM_HEAD,
@@ -261,6 +267,25 @@ async def test_cancellation_hangs_up() -> None:
         await asyncio.wait_for(engine.seen[0].hung_up.wait(), 1)
 
 
+async def test_silence_is_noticed_by_a_process_that_is_always_late() -> None:
+    async with client(hangs(STREAM_HEAD + chunked(b"data: {}\n\n"))) as (engine, upstream, _):
+        connection = await ask(engine, upstream)
+        connection.expect_steady()
+        await connection.next()
+        looks, began = 0, time.monotonic()
+        silent = asyncio.ensure_future(connection.next())
+        # Nine tenths of the time are not its own.
+        while not silent.done() and looks < 200:
+            looks += 1
+            await asyncio.sleep(0)
+            connection.pardon(0.09)
+            connection.look(began + 0.1 * looks)
+        with pytest.raises(SilentError):
+            await silent
+        assert 90 < looks < 120
+        connection.abort()
+
+
 async def test_nobody_is_late_because_this_process_was_held_up() -> None:
     """What is late by the clock only may have been sent in time, and not been read yet."""
 
@@ -274,7 +299,8 @@ async def test_nobody_is_late_because_this_process_was_held_up() -> None:
         def look(self, now: float) -> None:
             self.calls.append("look")
 
-        def pardon(self, now: float) -> None:
+        def pardon(self, late_s: float) -> None:
+            assert 0.2 < late_s < 1
             self.calls.append("pardon")
 
     sweeper, late = Sweeper(period_s=0.1), Late()

@@ -26,6 +26,7 @@ from tests.gateway_world import (
     stream,
     until,
     used,
+    whole,
 )
 
 CHAT = {"model": "mock", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 8}
@@ -328,3 +329,68 @@ async def test_of_a_drained_engine_streams_go_on_elsewhere_where_nothing_shows(
     assert world.metrics.upstream_errors.total() == 0
     [settled] = world.gate.settlements
     assert settled.usage.completion_tokens == 3
+
+
+LONG = 600
+KV = {
+    "do_remote_prefill": True, "do_remote_decode": False, "remote_block_ids": [[1, 2]],
+    "remote_engine_id": "e", "remote_request_id": "r", "remote_host": "h", "remote_port": 5,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", ["fetched", "refused", "late", "short", "can not"])
+async def test_a_drained_engine_hands_over_the_kv_of_its_streams(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("controlplane.gateway.exchange.HAND_OVER_S_MAX", 0.1)
+    prompt = list(range(LONG if way != "short" else 3))
+    delta = {"role": "assistant", "content": ""}
+    head = event({**HEAD, "choices": [{"index": 0, "delta": delta}], "prompt_token_ids": prompt})
+    leg = {
+        "object": "text_completion", "choices": [{"index": 0, "text": "y", "finish_reason": "length"}],
+        "usage": {"prompt_tokens": LONG + 2, "completion_tokens": 1}, "kv_transfer_params": KV,
+    }  # fmt: skip
+    legs = {"refused": whole(500, {}), "late": hangs(b"")}
+    async with (
+        ScriptedEngine(
+            hangs(begun(head, token("a", 1), token("x", 2))), legs.get(way, whole(200, leg))
+        ) as one,
+        ScriptedEngine(sends(stream(more("yz", 3, end="stop"), used(5, 1), DONE))) as two,
+        running(RoundRobinGate([one.address, two.address], hands_over=way != "can not")) as world,
+    ):
+        held: list[bool] = []
+        two.scripts.insert(0, lambda seen, writer: noting(world.gate, held, two, seen, writer))
+        reading = asyncio.create_task(world.post(GREEDY))
+        await until(lambda: bool(world.upstream.flowing(one.address)))
+        await asyncio.sleep(0.1)
+        world.upstream.leave(one.address)
+        got = await reading
+    texts = [
+        one["choices"][0]["delta"].get("content") for one in chunks(got.body) if one["choices"]
+    ]
+    assert "".join(text or "" for text in texts) == "axyz"
+    [went] = two.seen
+    assert went.body["prompt"] == [*prompt, 1, 2]
+    assert went.body["stream"] is True
+    asked = one.seen[1:]
+    assert len(asked) == (way in {"fetched", "refused", "late"})
+    for leg_1 in asked:
+        assert leg_1.body["prompt"] == went.body["prompt"]
+        assert (leg_1.body["max_tokens"], leg_1.body["stream"]) == (1, False)
+        assert leg_1.body["kv_transfer_params"]["do_remote_decode"] is True
+        assert "stream_options" not in leg_1.body
+    # As long as anything is to be fetched from it, the first engine is not given back.
+    assert held == [way == "fetched"]
+    assert went.body.get("kv_transfer_params") == (KV if way == "fetched" else None)
+    if way == "fetched":
+        assert went.header("x-request-id") == asked[0].header("x-request-id")
+    assert world.gate.held_left == set()
+    [settled] = world.gate.settlements
+    assert settled.usage.completion_tokens == 3
+
+
+async def noting(
+    gate: RoundRobinGate, held: list[bool], engine: ScriptedEngine, seen: Any, writer: Any
+) -> None:
+    held.append(bool(gate.held_left))
+    await engine.scripts[1](seen, writer)

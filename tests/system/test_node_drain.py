@@ -28,6 +28,8 @@ pytestmark = [pytest.mark.anyio, pytest.mark.timeout(180)]
 STREAMS = 100
 TOKENS = 100
 DRAIN_S_MAX = 60.0
+# So long that its KV is worth moving.
+LONG_PROMPT = " ".join(f"{number} boats wait for the tide" for number in range(150))
 
 
 # A token takes fifty milliseconds, so that a hundred streams cost little, and a fleet that has just
@@ -181,18 +183,61 @@ async def test_a_node_is_emptied_under_a_hundred_streams(
     await check_invariants(fleet)
 
 
-async def test_a_drained_node_comes_back_and_an_engine_sleeps_until_it_is_woken(
-    fleet: LocalCluster, api: Operator
-) -> None:
+async def bring_back(fleet: LocalCluster, api: Operator) -> None:
+    """Every engine serves, whatever other tests did with it."""
     await api.post("nodes/n1/uncordon")
-    for name in ("n1-a", "n1-b"):
+    for name, row in (await api.engines()).items():
+        if row["state"] != "stopped":
+            continue
         loading = await headway(
-            fleet, "engines", "load", name, "--node", "n1", "--model", "small",
+            fleet, "engines", "load", name, "--node", name[:2], "--model", "small",
             "--kind", "simulated", "--option", "speedup=0.1", "--watch", "--json",
         )  # fmt: skip
         out, err = await loading.communicate()
         assert loading.returncode == 0, err
         assert json.loads(out.splitlines()[-1])["data"][0]["state"] == "done"
+
+
+async def test_the_kv_of_a_long_stream_goes_along(fleet: LocalCluster, api: Operator) -> None:
+    await bring_back(fleet, api)
+
+    async def listen(client: AsyncOpenAI, begun: asyncio.Event) -> tuple[str, str, str]:
+        answer = await client.completions.with_raw_response.create(
+            model="small", prompt=LONG_PROMPT, max_tokens=TOKENS, temperature=0, stream=True,
+            extra_body={"ignore_eos": True},
+        )  # fmt: skip
+        pieces = []
+        async for chunk in answer.parse():
+            begun.set()
+            pieces.extend(choice.text for choice in chunk.choices)
+        headers = answer.headers
+        return "".join(pieces), headers["x-headway-engine"], headers["x-request-id"]
+
+    async with client_of(fleet, "acme", retries=0) as client:
+        wanted, at, _ = await listen(client, asyncio.Event())
+        begun = asyncio.Event()
+        going = asyncio.create_task(listen(client, begun))
+        await begun.wait()
+        running = [name for name, row in (await api.engines()).items() if row["seats_taken"]]
+        assert running == [at], "the prompt is warm there"
+        told = await api.post(f"engines/{at}/drain", {"deadline_s": DRAIN_S_MAX})
+        text, began_at, request = await going
+    assert (text, began_at) == (wanted, at)
+    await check_invariants(fleet)
+    attempts = (await api.get(f"requests/{request}"))["attempts"]
+    engines = {one["leg"]: one["engine_id"] for one in attempts}
+    assert engines.keys() == {"whole", "hand_over", "continue"}
+    assert engines["whole"] == engines["hand_over"] == at != engines["continue"]
+    async with asyncio.timeout(DRAIN_S_MAX):
+        while not (command := await api.get(f"commands/{told['id']}"))["ended_at"]:
+            await asyncio.sleep(0.1)
+    assert command["state"] == "done"
+
+
+async def test_a_drained_node_comes_back_and_an_engine_sleeps_until_it_is_woken(
+    fleet: LocalCluster, api: Operator
+) -> None:
+    await bring_back(fleet, api)
     asleep = await headway(fleet, "engines", "sleep", "n1-a", "--level", "2", "--watch")
     out, err = await asleep.communicate()
     assert asleep.returncode == 0, err

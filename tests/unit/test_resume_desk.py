@@ -134,3 +134,28 @@ def test_streams_that_wait_together_are_not_placed_where_they_failed() -> None:
         assert desk.enter(stream, NOW) == []
     placed, _ = desk.line.offer(NOW)
     assert [outcome.decode.engine_id for _, outcome in placed] == ["e1"] * 3  # type: ignore[union-attr]
+
+
+def test_an_engine_that_hands_over_is_held_until_the_stream_goes_on_or_ends() -> None:
+    for ends_by in ("goes_on", "let_go", "release", "next move"):
+        desk = a_desk(3, 2)
+        stream = job("a", home="e0")
+        assert isinstance(desk.ask(stream, NOW), Placement)
+        held = taken(desk, "e0")
+        desk.first_token(stream, 20.0, NOW + 20)
+        placement = desk.elsewhere(stream, row(desk, "e0"), NOW + 30, is_free=True)
+        assert isinstance(placement, Placement)
+        desk.move(stream, placement, NOW + 30, keeps_left=True)
+        assert taken(desk, "e0") == (*held[:2], 0)
+        assert taken(desk, placement.decode.engine_id)[0] == 1
+        if ends_by == "next move":
+            third = desk.elsewhere(stream, placement.decode, NOW + 40, is_free=True)
+            assert isinstance(third, Placement)
+            desk.move(stream, third, NOW + 40)
+            assert taken(desk, placement.decode.engine_id) == (0, 0, 0)
+        else:
+            getattr(desk, ends_by)(stream)
+        assert taken(desk, "e0") == (0, 0, 0), ends_by
+        end(desk, stream)
+        desk.release(stream)
+        assert [taken(desk, f"e{number}") for number in range(3)] == [(0, 0, 0)] * 3
