@@ -74,7 +74,7 @@ async def simulated_engines(
             ws="none",
             lifespan="off",
             access_log=False,
-            log_level="critical",
+            log_level="error",
             timeout_graceful_shutdown=1,
         )
         server = uvicorn.Server(config)

@@ -357,6 +357,8 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's transports are no subclass of asyncio's.
         self._transport = cast("Transport", transport)
+        # Until its first request begins it is as good as kept; a sweep may come in between.
+        self._idle_since = time.monotonic()
         self._sweeper.watched.add(self)
 
     def data_received(self, data: bytes) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
@@ -244,6 +245,20 @@ async def test_an_idle_connection_is_closed_before_the_engine_does() -> None:
         assert not sweeper.watched
         await fetch(engine, upstream)
         assert engine.connections == 2
+
+
+async def test_a_sweep_before_the_first_request_closes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begin = Connection.begin
+
+    def swept(connection: Connection, *arguments: Any, **more: Any) -> None:
+        connection.sweep(time.monotonic())
+        begin(connection, *arguments, **more)
+
+    monkeypatch.setattr(Connection, "begin", swept)
+    async with client(sends(FOUR)) as (engine, upstream, _):
+        assert await fetch(engine, upstream) == b"abcd"
 
 
 async def test_a_released_answer_may_end_a_little_later() -> None:
