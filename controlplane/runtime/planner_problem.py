@@ -3,6 +3,7 @@
 Pure but for the wall clock in its arguments: the same facts give the same problem.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
@@ -27,7 +28,7 @@ from controlplane.scheduler.planner.problem import (
     pool_kind,
 )
 from controlplane.store.catalog import EngineRecord
-from dataplane.protocol.messages import EngineFacts, EngineSpec
+from dataplane.protocol.messages import EngineFacts, EngineSpec, engine_of
 from dataplane.protocol.messages import EngineState as Told
 
 CONDITIONS: Final[dict[str, EngineCondition]] = {
@@ -94,16 +95,16 @@ def see_fleet(
 def _node(fleet: FleetState, node: Node, written: list[EngineRecord], growth: Growth) -> NodeState:
     entry = fleet.nodes.get(node.id)
     if entry is not None:
-        engines = [
+        engines = _whole(
             _engine(engine.facts, CONDITIONS[engine.facts.state], engine.row.sleep_level)
             for engine in entry.engines.values()
             if engine.facts.state in CONDITIONS
-        ]
+        )
     else:
         # Not heard of since this replica began: it keeps what it had when it last spoke.
-        engines = [
+        engines = _whole(
             EngineState(
-                engine_id=record.id,
+                engine_id=EngineId(engine_of(record.id)),
                 model=record.model,
                 role=Role(record.role),
                 gpus=record.gpus,
@@ -112,7 +113,7 @@ def _node(fleet: FleetState, node: Node, written: list[EngineRecord], growth: Gr
             )
             for record in written
             if record.state in CONDITIONS
-        ]
+        )
     return NodeState(
         node_id=node.id,
         region=node.region,
@@ -126,10 +127,25 @@ def _node(fleet: FleetState, node: Node, written: list[EngineRecord], growth: Gr
     )
 
 
+def _whole(declared: Iterable[EngineState]) -> list[EngineState]:
+    """Engines as they are started and stopped: data-parallel ranks of one are one, with the GPUs of all."""
+    engines: dict[EngineId, EngineState] = {}
+    for one in declared:
+        known = engines.get(one.engine_id)
+        engines[one.engine_id] = (
+            one if known is None else replace(known, gpus=known.gpus + one.gpus)
+        )
+    return list(engines.values())
+
+
+def _engine_id(facts: EngineFacts) -> EngineId:
+    return EngineId(facts.engine_id if facts.rank < 0 else engine_of(facts.engine_id))
+
+
 def _engine(facts: EngineFacts, condition: EngineCondition, sleep_level: int) -> EngineState:
     is_asleep = sleep_level > 0 and condition is EngineCondition.SERVING
     return EngineState(
-        engine_id=EngineId(facts.engine_id),
+        engine_id=_engine_id(facts),
         model=ModelName(facts.model),
         role=Role(facts.role),
         gpus=facts.gpus,
@@ -165,11 +181,14 @@ def _kinds(
 ) -> tuple[PoolKind, ...]:
     catalog = fleet.catalog
     found: dict[KindKey, PoolKind] = {}
-    for entry in fleet.entries():
-        row = entry.row
-        key = (row.model, row.gpu_type, entry.facts.gpus, row.role)
+    entries = tuple(fleet.entries())
+    ranks = Counter(_engine_id(entry.facts) for entry in entries)
+    for entry in entries:
+        row, together = entry.row, ranks[_engine_id(entry.facts)]
+        gpus = entry.facts.gpus * together
+        key = (row.model, row.gpu_type, gpus, row.role)
         if key not in found and row.seats_capacity > 0 and row.kv_tokens_capacity > 0:
-            found[key] = _measured(row, entry.facts.gpus)
+            found[key] = _measured(row, gpus, together)
     asked: set[KindKey] = set()
     for node_id, spec in specs.values():
         node = catalog.nodes.get(node_id)
@@ -198,20 +217,24 @@ def _kinds(
     return tuple(found[key] for key in sorted(found))
 
 
-def _measured(row: EngineRow, gpus: int) -> PoolKind:
+def _measured(row: EngineRow, gpus: int, ranks: int) -> PoolKind:
+    """A kind by what an engine of it does; one of several `ranks` shares all its work among them.
+
+    What each of them spends on a token or a call is then spent on as many at once.
+    """
     return PoolKind(
         model=row.model,
         gpu_type=row.gpu_type,
         gpus=gpus,
         role=row.role,
         prefill_base_ms=row.prefill_base_ms,
-        prefill_ms_per_token=row.prefill_ms_per_token,
-        prefill_ms_per_token_sq=row.prefill_ms_per_token_sq,
+        prefill_ms_per_token=row.prefill_ms_per_token / ranks,
+        prefill_ms_per_token_sq=row.prefill_ms_per_token_sq / ranks,
         decode_ms_base=row.decode_ms_base,
-        decode_ms_per_seq=row.decode_ms_per_seq,
-        decode_ms_per_kv_token=row.decode_ms_per_kv_token,
-        kv_tokens_capacity=row.kv_tokens_capacity,
-        seats_capacity=row.seats_capacity,
+        decode_ms_per_seq=row.decode_ms_per_seq / ranks,
+        decode_ms_per_kv_token=row.decode_ms_per_kv_token / ranks,
+        kv_tokens_capacity=row.kv_tokens_capacity * ranks,
+        seats_capacity=row.seats_capacity * ranks,
         load_s=row.load_ms / MS_PER_S,
     )
 

@@ -27,7 +27,7 @@ from dataplane.agent.settings import AgentSettings, SettingsError, check_spec
 from dataplane.engines.base import EngineError
 from dataplane.engines.controls import SLEEP_LEVELS, controls_of
 from dataplane.engines.kinds import kind_of, with_profile
-from dataplane.protocol.messages import RANK_SEPARATOR, EngineFacts, EngineSpec, GpuTelemetry
+from dataplane.protocol.messages import EngineFacts, EngineSpec, GpuTelemetry, engine_of
 
 ENGINES_MAX = 64
 ORPHANS_S = 5.0
@@ -304,8 +304,8 @@ class Supervisor:
     def _get(self, engine_id: str) -> EngineKeeper:
         keeper = self.keepers.get(engine_id)
         if keeper is None:
-            whole, _, rank = engine_id.rpartition(RANK_SEPARATOR)
-            if rank.isdigit() and whole in self.keepers:
+            whole = engine_of(engine_id)
+            if whole in self.keepers:
                 raise Refusal(f"`{engine_id}` is one rank of `{whole}`; name the engine")
             raise Refusal(f"there is no engine `{engine_id}` on this node")
         return keeper

@@ -21,6 +21,12 @@ class ProtocolError(Exception):
     """A message that can not be understood."""
 
 
+def engine_of(declared: str) -> str:
+    """The engine of which `declared` is a data-parallel rank; the engine itself, when it is none."""
+    whole, separator, rank = declared.rpartition(RANK_SEPARATOR)
+    return whole if separator and rank.isdigit() else declared
+
+
 class EngineState(StrEnum):
     STARTING = "starting"
     SERVING = "serving"

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
+import msgspec
 import pytest
 from sqlalchemy import insert, text
 from sqlalchemy.ext.asyncio import AsyncEngine
@@ -24,7 +25,7 @@ from controlplane.store import catalog, plans, tables
 from controlplane.store.plans import Mode, PlanState
 from controlplane.store.session import transaction
 from controlplane.telemetry.metrics import Metrics
-from dataplane.protocol.messages import Bye
+from dataplane.protocol.messages import Bye, Hello
 from policies.evaluate import compile_policy
 from policies.load import bundle_of, files_of
 from tests.integration.planner_world import MODEL, OTHER, PlayedFleet, played_fleet
@@ -260,3 +261,27 @@ async def test_kinds_are_measured_from_engines_and_priced_as_they_run(leading: L
     assert {shape.nodes_more_max for shape in elastic.shapes} == {3}
     assert all(node.is_releasable for node in elastic.nodes)
     assert ModelName(OTHER) in {pool.model for pool in elastic.pools}
+
+
+async def test_data_parallel_ranks_are_one_engine_to_the_planner(leading: Leading) -> None:
+    from tests.integration.planner_world import facts
+
+    fleet = leading.played.fleet
+    ranks = [msgspec.structs.replace(facts(f"n3/v/{rank}", MODEL), rank=rank) for rank in (0, 1)]
+    fleet.hello(Hello(node_id="n3", agent_epoch=1, version="0", engines=ranks), 1.0)
+    await catalog.upsert_engines(leading.engine, NodeId("n3"), 1, ranks)
+    one = fleet.row_of("n3/v/0")
+    assert one is not None
+    for heard in (True, False):
+        if not heard:
+            fleet.bye(Bye(node_id="n3", agent_epoch=1))
+        declared = await catalog.list_engines(leading.engine)
+        seen = see_fleet(fleet, declared, {}, FIXED)
+        [node] = [node for node in seen.nodes if node.node_id == "n3"]
+        assert [(engine.engine_id, engine.gpus) for engine in node.engines] == [("n3/v", 2)]
+        [kind] = [pool for pool in seen.pools if (pool.model, pool.gpus) == (MODEL, 2)]
+        if heard:
+            assert kind.seats_capacity == 2 * one.seats_capacity
+            assert kind.kv_tokens_capacity == 2 * one.kv_tokens_capacity
+            assert kind.decode_ms_base == one.decode_ms_base
+            assert kind.decode_ms_per_seq == one.decode_ms_per_seq / 2

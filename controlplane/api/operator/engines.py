@@ -32,12 +32,12 @@ from controlplane.store.audit import Change
 from controlplane.store.catalog import EngineRecord
 from controlplane.store.commands import NO_ARGUMENTS, Arguments
 from dataplane.protocol.messages import (
-    RANK_SEPARATOR,
     Capability,
     CommandKind,
     EngineSpec,
     EngineState,
     Phase,
+    engine_of,
 )
 
 OPTIONS_MAX = 64
@@ -350,10 +350,7 @@ async def _tell_owner(
 
 def _is_of(declared: str, engine_id: str) -> bool:
     """Whether this is the engine, or one of its data-parallel ranks."""
-    if declared == engine_id:
-        return True
-    whole, separator, rank = declared.rpartition(RANK_SEPARATOR)
-    return bool(separator) and whole == engine_id and rank.isdigit()
+    return engine_id in (declared, engine_of(declared))
 
 
 def _check_room(
