@@ -28,6 +28,9 @@ ALONE_S_MAX = 2.0
 TOKEN_VARIABLE = "HEADWAY_ENGINE_LAUNCH"  # noqa: S105 - a mark, not a secret
 # Marks every process that one agent has started, whatever became of its parent and its session.
 OWNER_VARIABLE = "HEADWAY_ENGINE_OWNER"
+# Keeps marks readable: vLLM names its processes by setproctitle, which writes over what `/proc` shows of their
+# environment unless it is told not to.
+_READABLE = {"SPT_NOENV": "1"}
 # Secrets and settings of Headway itself are none of an engine's business.
 _HIDDEN_PREFIXES = ("HEADWAY_", "NATS_", "DATABASE_", "PG")
 _HIDDEN = frozenset({"VLLM_SERVER_DEV_MODE", "VLLM_ALLOW_RUNTIME_LORA_UPDATING"})
@@ -149,7 +152,7 @@ def engine_environment(
         if name not in _HIDDEN and not name.startswith(_HIDDEN_PREFIXES)
     }
     marks = {TOKEN_VARIABLE: token, **({OWNER_VARIABLE: owner} if owner else {})}
-    return {**environment, **launch.environment, **marks}
+    return {**environment, **launch.environment, **marks, **_READABLE}
 
 
 class EngineProcess:
