@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: setup demo test check fmt compile bench test-engine clean
+.PHONY: setup demo test check fmt compile bench test-engine dashboards reference clean
 
 setup: $(STAMP)
 
@@ -46,6 +46,13 @@ test-engine: setup
 	$(BIN)/python tests/engine/install_vllm.py
 	$(BIN)/python tests/engine/install_llama_cpp.py
 	$(BIN)/python -m pytest -m "engine and not slow" $(ENGINE_TESTS)
+
+# What is made from the code: tests hold both to it.
+dashboards: setup
+	$(BIN)/python -m dashboards.generate
+
+reference: setup
+	$(BIN)/python -m tests.reference
 
 clean:
 	rm -rf $(VENV) .headway build *.egg-info

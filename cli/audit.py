@@ -59,7 +59,7 @@ def verify(
     """Walk the whole chain. Keep the head it prints: it shows later that nothing was cut off."""
     found = session.api.get("audit/verify", head=head)
     if not found["is_whole"]:
-        if session.out.is_json:
+        if session.out.is_for_programs:
             session.out.document(found)
         raise CommandFailure(
             ExitCode.FAILED,

@@ -4,17 +4,25 @@ from typing import Annotated
 
 import typer
 
+from cli import complete
 from cli.client import JsonObject
 from cli.operator import Session, with_session
 from cli.output import instant, table
 from cli.paging import CursorOption, LimitOption, page_of, show_page
+from cli.safety import confirm_not_last
+from cli.watch import YesOption, confirm
 
 app = typer.Typer(
     no_args_is_help=True, help="Breakers of engines and pools, and how operators hold them."
 )
 
 TargetArgument = Annotated[
-    str, typer.Argument(metavar="TARGET", help="`engine:ID` or `pool:MODEL/REGION`.")
+    str,
+    typer.Argument(
+        metavar="TARGET",
+        help="`engine:ID` or `pool:MODEL/REGION`.",
+        autocompletion=complete.breakers,
+    ),
 ]
 ReasonOption = Annotated[str, typer.Option("--reason", help="Why; it stands in the audit log.")]
 
@@ -45,8 +53,17 @@ def list_breakers(session: Session, limit: LimitOption = 50, cursor: CursorOptio
 
 @app.command("open")
 @with_session
-def open_breaker(session: Session, target: TargetArgument, reason: ReasonOption) -> None:
+def open_breaker(
+    session: Session, target: TargetArgument, *, reason: ReasonOption, is_sure: YesOption = False
+) -> None:
     """Send nothing there, whatever its calls say."""
+    kind, _, name = target.partition(":")
+    if kind == "pool":
+        confirm(session, f"no call of {name} is answered there any more", is_sure=is_sure)
+    else:
+        confirm_not_last(
+            session, f"open {target}", lambda engine: engine["id"] == name, is_sure=is_sure
+        )
     _hold(session, target, "open", reason, f"{target} is held open: it gets no calls")
 
 

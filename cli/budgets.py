@@ -7,12 +7,14 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from cli import complete
 from cli.client import JsonObject, segment
 from cli.failure import CommandFailure, ExitCode
 from cli.money import micro_usd_given
 from cli.operator import Session, with_change, with_session
 from cli.output import dollars, instant, table
 from cli.paging import CursorOption, LimitOption, page_of, show_page
+from cli.watch import YesOption, confirm
 
 app = typer.Typer(no_args_is_help=True, help=__doc__.split(": ", 1)[1].capitalize())
 
@@ -40,6 +42,7 @@ BudgetArgument = Annotated[
     typer.Argument(
         metavar="BUDGET",
         help="tenant:ID, key:ID or workflow:ID in dollars; with :tokens at the end in tokens.",
+        autocompletion=complete.budgets,
     ),
 ]
 
@@ -125,8 +128,11 @@ def set_budget(
 
 @app.command("remove")
 @with_change
-def remove_budget(session: Session, budget: BudgetArgument) -> None:
+def remove_budget(session: Session, budget: BudgetArgument, *, is_sure: YesOption = False) -> None:
     """Remove a limit, with its history."""
+    confirm(
+        session, f"nothing limits what {budget} counted, and its history is gone", is_sure=is_sure
+    )
     document = session.api.delete(f"budgets/{segment(budget)}")
     session.out.say(document, f"{budget} is removed")
 

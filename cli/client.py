@@ -1,10 +1,7 @@
-"""A small client of the operator API: finds URL and key, turns answers that are no answers into
-CommandFailure.
-"""
+"""A small client of the operator API: turns answers that are no answers into CommandFailure."""
 
 import json
-import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 from urllib.parse import quote
@@ -19,6 +16,7 @@ OPERATOR_FILE = "operator.json"
 REQUEST_S_MAX = 15.0
 
 JsonObject = dict[str, Any]
+Query = str | int | Sequence[str] | None
 
 
 class OperatorClient:
@@ -43,7 +41,7 @@ class OperatorClient:
     def __exit__(self, *_: object) -> None:
         self._client.close()
 
-    def get(self, path: str, **query: str | int | None) -> JsonObject:
+    def get(self, path: str, **query: Query) -> JsonObject:
         return self._call("GET", path, query=query)
 
     def post(self, path: str, body: JsonObject | None = None) -> JsonObject:
@@ -60,7 +58,7 @@ class OperatorClient:
         method: str,
         path: str,
         *,
-        query: Mapping[str, str | int | None] | None = None,
+        query: Mapping[str, Query] | None = None,
         body: JsonObject | None = None,
     ) -> JsonObject:
         params = {name: value for name, value in (query or {}).items() if value is not None}
@@ -111,41 +109,8 @@ def _answer(response: httpx2.Response) -> JsonObject:
         ExitCode.FAILED,
         f"{error.get('message')} ({code})",
         remedies.get(response.status_code, ""),
+        reason=str(code or ""),
     )
-
-
-def connection(url: str | None, key: str | None, data_dir: Path) -> tuple[str, str]:
-    """URL and key: from the options, the environment, or the file that `headway up` writes."""
-    url = url or os.environ.get("HEADWAY_URL")
-    key = key or os.environ.get("HEADWAY_OPERATOR_KEY")
-    if url and key:
-        return url, key
-    path = data_dir / OPERATOR_FILE
-    try:
-        stored = json.loads(path.read_text())
-        local_url, local_key = str(stored["url"]), str(stored["key"])
-    except FileNotFoundError:
-        missing = "URL" if not url else "operator key"
-        raise CommandFailure(
-            ExitCode.USAGE,
-            f"no {missing}: neither --url and --key nor HEADWAY_URL and HEADWAY_OPERATOR_KEY"
-            f" are given, and there is no {path}",
-            "start a local server with `headway up`, or give both",
-        ) from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CommandFailure(
-            ExitCode.USAGE,
-            f"{path} can not be used: {error}",
-            "remove it and run `headway up` again",
-        ) from error
-    # A key belongs to its server: the local one is never sent anywhere else.
-    if url and not key and url.rstrip("/") != local_url:
-        raise CommandFailure(
-            ExitCode.USAGE,
-            f"no operator key for {url}; the one in {path} belongs to {local_url}",
-            "give --key or HEADWAY_OPERATOR_KEY",
-        )
-    return url or local_url, key or local_key
 
 
 def write_connection(data_dir: Path, url: str, key: str) -> Path:

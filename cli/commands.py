@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
+from cli import complete
 from cli.client import JsonObject, segment
 from cli.failure import CommandFailure, ExitCode
 from cli.operator import Session, with_session
@@ -40,7 +41,9 @@ def list_commands(
 @with_session
 def show(
     session: Session,
-    command: Annotated[str, typer.Argument(metavar="COMMAND", help="Command id.")],
+    command: Annotated[
+        str, typer.Argument(metavar="COMMAND", help="Command id.", autocompletion=complete.commands)
+    ],
     *,
     is_watched: WatchOption = False,
 ) -> None:

@@ -10,7 +10,7 @@ import typer
 
 from cli.client import DATA_DIR
 from cli.failure import CommandFailure, ExitCode
-from cli.operator import DataDirOption, JsonOption, reported
+from cli.operator import DataDirOption, JsonOption, OutputOption, reported
 from cli.output import Output
 from controlplane.domain.errors import ConfigurationError, StateUnavailable
 
@@ -25,17 +25,23 @@ T = TypeVar("T")
 
 
 @app.command()
-def upgrade(*, as_json: JsonOption = False, data_dir: DataDirOption = DATA_DIR) -> None:
+def upgrade(
+    *, output: OutputOption = None, as_json: JsonOption = False, data_dir: DataDirOption = DATA_DIR
+) -> None:
     """Bring the schema to the newest revision. Safe to repeat."""
     from controlplane.store import migrate
 
     with reported():
         revision = asyncio.run(_with_database(data_dir, migrate.upgrade))
-        Output(is_json=as_json).say({"revision": revision}, f"the schema is at {revision}")
+        Output.of(output, as_json=as_json).say(
+            {"revision": revision}, f"the schema is at {revision}"
+        )
 
 
 @app.command()
-def current(*, as_json: JsonOption = False, data_dir: DataDirOption = DATA_DIR) -> None:
+def current(
+    *, output: OutputOption = None, as_json: JsonOption = False, data_dir: DataDirOption = DATA_DIR
+) -> None:
     """Say which revision the schema has. Fails when this program needs more than that."""
     from controlplane.store import migrate
 
@@ -43,7 +49,7 @@ def current(*, as_json: JsonOption = False, data_dir: DataDirOption = DATA_DIR) 
         found = asyncio.run(_with_database(data_dir, migrate.current))
         standing = migrate.standing_of(found)
         more = ", newer than this program" if standing is migrate.Standing.NEWER else ""
-        Output(is_json=as_json).say(
+        Output.of(output, as_json=as_json).say(
             {
                 "revision": found,
                 "is_current": standing is migrate.Standing.CURRENT,

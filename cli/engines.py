@@ -6,19 +6,22 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from cli import profiles
+from cli import complete, profiles
 from cli.client import JsonObject, segment
 from cli.commands import follow
 from cli.failure import CommandFailure, ExitCode
 from cli.operator import Session, with_change, with_session
 from cli.output import table
 from cli.paging import CursorOption, LimitOption, page_of
+from cli.safety import confirm_not_last
 from cli.watch import WatchOption, YesOption, confirm, progress_of, show_list
 
 app = typer.Typer(no_args_is_help=True, help="Inference servers, and commands to their agents.")
 app.add_typer(profiles.app, name="profiles")
 
-EngineArgument = Annotated[str, typer.Argument(metavar="ENGINE", help="Engine id.")]
+EngineArgument = Annotated[
+    str, typer.Argument(metavar="ENGINE", help="Engine id.", autocompletion=complete.engines)
+]
 DeadlineOption = Annotated[
     float, typer.Option("--deadline", min=0, help="Seconds that running work may take.")
 ]
@@ -79,8 +82,12 @@ def load(
     session: Session,
     *,
     engine: EngineArgument,
-    node: Annotated[str, typer.Option("--node", help="Node that is to run it.")],
-    model: Annotated[str, typer.Option("--model", help="Model of the catalogue.")],
+    node: Annotated[
+        str, typer.Option("--node", help="Node that is to run it.", autocompletion=complete.nodes)
+    ],
+    model: Annotated[
+        str, typer.Option("--model", help="Model of the catalogue.", autocompletion=complete.models)
+    ],
     kind: Annotated[str, typer.Option("--kind", help="vllm, llama_cpp or simulated.")] = "vllm",
     role: Annotated[str, typer.Option("--role", help="both, prefill or decode.")] = "both",
     gpus: Annotated[int, typer.Option("--gpus", min=1, help="GPUs it takes.")] = 1,
@@ -127,9 +134,11 @@ def drain(
     engine: EngineArgument,
     *,
     deadline_s: DeadlineOption = 30.0,
+    is_sure: YesOption = False,
     is_watched: WatchOption = False,
 ) -> None:
     """Let an engine finish what runs and take nothing new, then stop it."""
+    _confirm_not_last(session, engine, "drain", is_sure=is_sure)
     _tell(session, engine, "drain", {"deadline_s": deadline_s}, is_watched=is_watched)
 
 
@@ -189,9 +198,11 @@ def sleep(
         int, typer.Option("--level", min=1, max=2, help="1 keeps the weights in host memory.")
     ] = 1,
     deadline_s: DeadlineOption = 30.0,
+    is_sure: YesOption = False,
     is_watched: WatchOption = False,
 ) -> None:
     """Let an engine finish what runs and give its GPU memory back."""
+    _confirm_not_last(session, engine, "sleep", is_sure=is_sure)
     body = {"level": level, "deadline_s": deadline_s}
     _tell(session, engine, "sleep", body, is_watched=is_watched)
 
@@ -219,9 +230,11 @@ def cordon(
     engine: EngineArgument,
     *,
     because: Annotated[str, typer.Option("--because", help="Shown wherever the engine is.")] = "",
+    is_sure: YesOption = False,
     is_watched: WatchOption = False,
 ) -> None:
     """Send nothing new to an engine."""
+    _confirm_not_last(session, engine, "cordon", is_sure=is_sure)
     _tell(session, engine, "cordon", {"reason": because}, is_watched=is_watched)
 
 
@@ -258,6 +271,12 @@ def unload_adapter(
 ) -> None:
     """Unload a LoRA adapter from an engine."""
     _tell(session, engine, "unload-adapter", {"name": name}, is_watched=is_watched)
+
+
+def _confirm_not_last(session: Session, engine: str, what: str, *, is_sure: bool) -> None:
+    confirm_not_last(
+        session, f"{what} of {engine}", lambda one: one["id"] == engine, is_sure=is_sure
+    )
 
 
 def _tell(

@@ -1,13 +1,26 @@
-"""`headway explain`: why a request went where it went, in dollars per axis and in one sentence."""
+"""`headway explain`: why a request went where it went or was refused, what a workflow came to, why a plan is as
+it is.
+"""
 
-from typing import Annotated, Any
+from datetime import UTC, datetime
+from typing import Annotated, Any, Final
 
 import typer
 from rich.markup import escape
 from rich.table import Table
 
+from cli import complete
 from cli.client import JsonObject, segment
+from cli.failure import CommandFailure, ExitCode
 from cli.operator import Session, with_session
+from cli.output import cell, dollars, instant, milliseconds, table
+from cli.refusal import refusal_lines
+
+PLAN: Final = "plan"
+WORKFLOW_PREFIX: Final = "wf-"
+CALLS_READ_MAX: Final = 500
+CALLS_SHOWN_MAX: Final = 40
+CALLS_TOLD_MAX: Final = 3
 
 _MICRO_USD_PER_MILLI_USD = 1_000
 # What the columns of numbers take, and the mark of the winner.
@@ -30,11 +43,202 @@ _HEADS = {
 @with_session
 def explain(
     session: Session,
-    request: Annotated[str, typer.Argument(metavar="REQUEST", help="Request or decision id.")],
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="TARGET",
+            help="Request, decision or workflow id, `plan`, or `plan:NUMBER`.",
+            autocompletion=complete.requests_and_workflows,
+        ),
+    ],
 ) -> None:
-    """Explain a decision: every candidate, every axis, and why the winner won."""
-    document = session.api.get(f"requests/{segment(request)}/explain")
-    session.out.show(document, *explanation(document, session.out.console.width))
+    """Explain a request, a refusal, a workflow or a plan.
+
+    Of a request: every candidate, every axis in dollars, and why one won.
+    Of a refusal: what would have let it in.
+    Of a workflow: its calls, and where time and money went.
+    Of a plan: what holds it back, and its moves.
+    """
+    if target == PLAN or target.startswith(f"{PLAN}:"):
+        _explain_plan(session, target)
+    elif target.startswith(WORKFLOW_PREFIX):
+        explain_workflow(session, target)
+    else:
+        _explain_request(session, target)
+
+
+def _explain_request(session: Session, request: str) -> None:
+    try:
+        document = session.api.get(f"requests/{segment(request)}/explain")
+    except CommandFailure as failure:
+        if failure.reason != "not_found":
+            raise
+        # Its candidates were not kept. What became of it may be.
+        _explain_outcome(session, request, failure)
+        return
+    parts = explanation(document, session.out.console.width)
+    if document["winner"] is None and document["reason"] is not None:
+        refusal = _refusal(session, request)
+        if refusal is not None:
+            document["refusal"] = refusal
+            parts += ["", *refusal_lines(refusal)]
+    session.out.show(document, *parts)
+
+
+def _refusal(session: Session, request: str) -> JsonObject | None:
+    """What is kept of a refusal; None while it is not written, or when the call waits."""
+    try:
+        return session.api.get(f"refusals/{segment(request)}")
+    except CommandFailure as failure:
+        if failure.reason != "not_found":
+            raise
+        return None
+
+
+def _explain_outcome(session: Session, request: str, failure: CommandFailure) -> None:
+    """A request whose candidates nobody kept: where it was placed, and what became of it."""
+    try:
+        detail = session.api.get(f"requests/{segment(request)}")
+    except CommandFailure as other:
+        raise (failure if other.reason == "not_found" else other) from None
+    rows = [
+        (
+            decision["number"],
+            decision["verdict"],
+            decision["reason"] or decision["decode_engine_id"],
+            dollars(decision["cost_micro_usd"]),
+            milliseconds(decision["ttft_ms_predicted"]),
+            instant(decision["decided_at"]),
+        )
+        for decision in detail["decisions"]
+    ]
+    session.out.show(
+        detail,
+        f"[bold]{escape(request)}[/] for [bold]{escape(detail['model'])}[/]:"
+        f" {escape(detail['reason'] or detail['state'])}",
+        table((">#", "VERDICT", "WHERE OR WHY", ">COST", ">TTFT", "AT"), rows),
+        "[dim]its candidates were not kept: they are of refusals, of a sample, and of what a replica"
+        " decided last[/]",
+    )
+
+
+def _explain_plan(session: Session, target: str) -> None:
+    from cli.plan import show_plan
+
+    _, _, number = target.partition(":")
+    if number and not number.isdigit():
+        raise CommandFailure(
+            ExitCode.USAGE, f"`{number}` is no number of a plan", "see `headway plan history`"
+        )
+    show_plan(session, int(number) if number else None)
+
+
+def explain_workflow(session: Session, workflow: str) -> None:
+    """Show what became of a workflow: where its time and its money went, call by call."""
+    document = session.api.get(f"workflows/{segment(workflow)}")
+    calls = session.api.get("overview", part=["calls"], workflow=workflow, limit=CALLS_READ_MAX)[
+        "calls"
+    ]
+    choice = _choice(session, workflow) if document["asked_model"] else None
+    told = {**document, "calls": calls, "model_choice": choice}
+    session.out.show(told, *_workflow_view(document, calls, choice))
+
+
+def _choice(session: Session, workflow: str) -> JsonObject | None:
+    try:
+        return session.api.get(f"model-choice/workflows/{segment(workflow)}")
+    except CommandFailure as failure:
+        if failure.reason not in {"not_found", "workflow_not_found"}:
+            raise
+        return None
+
+
+def _workflow_view(
+    document: JsonObject, calls: list[JsonObject], choice: JsonObject | None
+) -> list[Any]:
+    spent = document["spent_micro_usd"]
+    lost = sum(call["settled_micro_usd"] or 0 for call in calls if call["state"] != "succeeded")
+    queued_ms = sum(call["queue_ms"] or 0 for call in calls)
+    busy_ms = sum(call["e2e_ms"] or 0 for call in calls) - queued_ms
+    cached, prompt = (
+        sum(call[name] for call in calls) for name in ("cached_tokens", "prompt_tokens")
+    )
+    engines = {call["decode_engine_id"] for call in calls if call["decode_engine_id"]}
+    refused = [call for call in calls if call["state"] in {"refused", "expired"}]
+    budget = document["budget_micro_usd"]
+    lines = [
+        f"[bold]{escape(document['id'])}[/] of {escape(document['tenant_id'])}: {document['state']}"
+        + (f" ({cell(document['detail'])})" if document["detail"] else ""),
+        (
+            f"{cell(document['kind'])}, {document['scope']}, SLO class {escape(document['slo_class'])};"
+            f" {document['steps_done']} of {document['steps_expected']} steps,"
+            f" {len(calls)} calls on {len(engines)} engines"
+        ),
+        _time_line(document),
+        f"spent {dollars(spent)}"
+        + (f" of {dollars(budget)}" if budget is not None else "")
+        + (f", {dollars(lost)} of it on calls that did not succeed" if lost else "")
+        + (
+            f"; all of it wasted: the workflow {document['state']}"
+            if document["state"] not in {"running", "succeeded"} and spent
+            else ""
+        ),
+        (
+            f"waited {milliseconds(queued_ms)} in the queue, was served for {milliseconds(busy_ms)};"
+            f" {cached / prompt:.0%} of the prompt tokens were cached"
+        )
+        if prompt
+        else "no call was served",
+    ]
+    if refused:
+        words = "; ".join(f"{call['id']} {call['reason']}" for call in refused[:CALLS_TOLD_MAX])
+        lines.append(
+            f"[yellow]refused:[/] {escape(words)}: `headway explain` says what was missing"
+        )
+    if choice is not None:
+        lines.append(f"model: {escape(choice['sentence'])}")
+    if len(calls) >= CALLS_READ_MAX:
+        lines.append(f"[dim]only its latest {CALLS_READ_MAX} calls are counted and shown[/]")
+    if not calls:
+        return lines
+    ordered = sorted(calls, key=lambda call: (call["step"], call["opened_at"]))
+    shown = ordered[-CALLS_SHOWN_MAX:]
+    if len(ordered) > len(shown):
+        lines.append(f"[dim]the last {len(shown)} calls; --json has all[/]")
+    return [
+        *lines,
+        "",
+        table(
+            (">STEP", "REQUEST", "ENGINE", ">QUEUE", ">TTFT", ">E2E", ">COST", "STATE"),
+            (
+                (
+                    call["step"],
+                    call["id"],
+                    call["decode_engine_id"],
+                    milliseconds(call["queue_ms"]),
+                    milliseconds(call["ttft_ms"]),
+                    milliseconds(call["e2e_ms"]),
+                    dollars(call["settled_micro_usd"]),
+                    call["reason"] or call["state"],
+                )
+                for call in shown
+            ),
+        ),
+    ]
+
+
+def _time_line(document: JsonObject) -> str:
+    created, deadline = (
+        datetime.fromisoformat(document[name]) for name in ("created_at", "deadline_at")
+    )
+    given_s = (deadline - created).total_seconds()
+    if document["ended_at"] is None:
+        used_s = (datetime.now(UTC) - created).total_seconds()
+        return f"has used {used_s:.1f} s of the {given_s:.1f} s until its deadline"
+    used_s = (datetime.fromisoformat(document["ended_at"]) - created).total_seconds()
+    late_s = used_s - given_s
+    end = f"{late_s:.1f} s late" if late_s > 0 else f"{-late_s:.1f} s before its deadline"
+    return f"ended after {used_s:.1f} s, {end}"
 
 
 def explanation(document: JsonObject, width: int) -> list[Any]:

@@ -13,10 +13,13 @@ class ExitCode(IntEnum):
 
 
 class CommandFailure(Exception):
-    """Ends the command. `message` says what is wrong, `remedy` what to do about it."""
+    """Ends the command. `message` says what is wrong, `remedy` what to do about it; `reason` is the code that
+    the server gave, empty where it did not answer.
+    """
 
-    def __init__(self, code: ExitCode, message: str, remedy: str = "") -> None:
+    def __init__(self, code: ExitCode, message: str, remedy: str = "", *, reason: str = "") -> None:
         super().__init__(message)
+        self.reason = reason
         self.code = code
         self.message = message
         self.remedy = remedy

@@ -4,14 +4,20 @@ from typing import Annotated
 
 import typer
 
+from cli import complete
 from cli.client import JsonObject, segment
 from cli.failure import CommandFailure, ExitCode
 from cli.operator import Session, with_change, with_session
 from cli.output import instant, table
 from cli.paging import CursorOption, LimitOption, page_of, show_page
+from cli.policy.compare import seconds_of
+from cli.watch import YesOption, confirm
 
 app = typer.Typer(no_args_is_help=True, help="Keys of tenants and of operators.")
 
+KeyArgument = Annotated[
+    str, typer.Argument(metavar="KEY", help="Key id.", autocompletion=complete.keys)
+]
 RpmOption = Annotated[int | None, typer.Option("--rpm", min=0, help="Requests a minute.")]
 TpmOption = Annotated[int | None, typer.Option("--tpm", min=0, help="Tokens a minute.")]
 ConcurrencyOption = Annotated[
@@ -48,7 +54,10 @@ def list_keys(session: Session, limit: LimitOption = 50, cursor: CursorOption = 
 @with_change
 def create_key(
     session: Session,
-    tenant: Annotated[str | None, typer.Option("--tenant", help="A key of this tenant.")] = None,
+    tenant: Annotated[
+        str | None,
+        typer.Option("--tenant", help="A key of this tenant.", autocompletion=complete.tenants),
+    ] = None,
     role: Annotated[
         str | None, typer.Option("--role", help="An operator key: viewer, operator or admin.")
     ] = None,
@@ -64,7 +73,7 @@ def create_key(
         )
     owner = {"tenant_id": tenant} if tenant else {"operator_role": role}
     document = session.api.post("keys", {"name": name, **owner, **_changes(rpm, tpm, concurrency)})
-    if session.out.is_json:
+    if session.out.is_for_programs:
         session.out.document(document)
         return
     # The key alone goes to standard output, so that a script can take it from there.
@@ -76,7 +85,7 @@ def create_key(
 @with_change
 def limit_key(
     session: Session,
-    key_id: Annotated[str, typer.Argument(metavar="KEY", help="Key id.")],
+    key_id: KeyArgument,
     rpm: RpmOption = None,
     tpm: TpmOption = None,
     concurrency: ConcurrencyOption = None,
@@ -91,12 +100,39 @@ def limit_key(
     session.out.say(document, f"{key_id}: {_limits(document) or 'no limits'}")
 
 
+@app.command("rotate")
+@with_change
+def rotate_key(
+    session: Session,
+    key_id: KeyArgument,
+    overlap: Annotated[
+        str,
+        typer.Option(
+            "--overlap",
+            metavar="TIME",
+            help="How long the old key goes on working: 30m, 24h or 7d.",
+        ),
+    ] = "24h",
+) -> None:
+    """Replace a key by a new one with the same owner, limits and budgets, and print that, this once."""
+    document = session.api.post(
+        f"keys/{segment(key_id)}/rotate", {"overlap_s": seconds_of(overlap)}
+    )
+    if session.out.is_for_programs:
+        session.out.document(document)
+        return
+    print(document["key"])
+    until = instant(document["replaced_works_until"])
+    typer.echo(
+        f"{document['id']}: shown this once, keep it now; {key_id} works until {until}", err=True
+    )
+
+
 @app.command("revoke")
 @with_change
-def revoke_key(
-    session: Session, key_id: Annotated[str, typer.Argument(metavar="KEY", help="Key id.")]
-) -> None:
+def revoke_key(session: Session, key_id: KeyArgument, *, is_sure: YesOption = False) -> None:
     """Revoke a key. Replicas refuse it within two seconds."""
+    confirm(session, f"whoever uses {key_id} is refused from now on", is_sure=is_sure)
     document = session.api.delete(f"keys/{segment(key_id)}")
     session.out.say(document, f"{key_id} is revoked")
 

@@ -26,7 +26,7 @@ def show(
 ) -> None:
     """Show how each class stands: success by model, dollars per success by chain, and the saving."""
     document = session.api.get("model-choice", tenant=tenant)
-    if not document["data"] and not session.out.is_json:
+    if not document["data"] and not session.out.is_for_programs:
         session.out.console.print(
             "no outcome yet; `headway model-choice classes` shows what can be asked for"
         )
@@ -42,7 +42,7 @@ def show(
 def classes(session: Session) -> None:
     """List the classes of tasks that the active policies offer."""
     document = session.api.get("model-choice/classes")
-    if not document["is_enabled"] and not session.out.is_json:
+    if not document["is_enabled"] and not session.out.is_for_programs:
         session.out.console.print(
             "[dim]models are not chosen by outcomes: `is_enabled` is false in the policy document"
             " `model_choice`[/]"

@@ -1,24 +1,37 @@
 """`headway nodes`: machines with GPUs."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.table import Table
 
+from cli import complete
 from cli.client import DATA_DIR, JsonObject, segment
 from cli.commands import follow
 from cli.failure import CommandFailure, ExitCode
-from cli.operator import DataDirOption, JsonOption, Session, reported, with_change, with_session
-from cli.output import Output, cell, instant, table
-from cli.paging import CursorOption, LimitOption, page_of
-from cli.watch import WatchOption, show_list
+from cli.operator import (
+    DataDirOption,
+    JsonOption,
+    OutputOption,
+    Session,
+    reported,
+    with_change,
+    with_session,
+)
+from cli.output import Output, ago, cell, table
+from cli.paging import LIST_LIMIT_MAX, CursorOption, LimitOption, page_of
+from cli.safety import confirm_not_last
+from cli.watch import WatchOption, YesOption, show_list, watch
 
 app = typer.Typer(no_args_is_help=True, help="Machines with GPUs.")
 
 GIB = 2**30
 
-NodeArgument = Annotated[str, typer.Argument(metavar="NODE", help="Node id.")]
+NodeArgument = Annotated[
+    str, typer.Argument(metavar="NODE", help="Node id.", autocompletion=complete.nodes)
+]
 
 
 @app.command("list")
@@ -41,7 +54,7 @@ def list_nodes(
 def _table(page: JsonObject) -> Table:
     return table(
         (
-            "NODE", "REGION", "GPUS", ">ENGINES", ">CALLS", "AGENT", "CORDONED", "LAST SEEN",
+            "NODE", "REGION", "GPUS", ">ENGINES", ">CALLS", "AGENT", "CORDONED", ">SEEN",
             "DEVICES",
         ),
         (
@@ -53,7 +66,7 @@ def _table(page: JsonObject) -> Table:
                 node["calls"],
                 "heard" if node["is_heard"] else "silent",
                 node["is_cordoned"],
-                instant(node["last_seen_at"]),
+                ago(node["last_seen_at"]),
                 _devices(node["devices"]),
             )
             for node in page["data"]
@@ -102,17 +115,41 @@ def show(session: Session, node: NodeArgument) -> None:
 
 @app.command("cordon")
 @with_change
-def cordon(session: Session, node: NodeArgument) -> None:
-    """Send nothing new to a node."""
+def cordon(
+    session: Session,
+    node: NodeArgument,
+    *,
+    is_sure: YesOption = False,
+    is_watched: WatchOption = False,
+) -> None:
+    """Send nothing new to a node. With --watch until its last call has ended."""
+    _confirm_not_last(session, node, "cordon", is_sure=is_sure)
     document = session.api.post(f"nodes/{segment(node)}/cordon")
-    session.out.say(document, f"{node} is cordoned")
+    if is_watched:
+        _follow(session, node, lambda found: not found["calls"])
+        return
+    session.out.say(
+        document, f"{node} is cordoned; {document['calls']} calls run there to their end"
+    )
 
 
 @app.command("uncordon")
 @with_change
-def uncordon(session: Session, node: NodeArgument) -> None:
-    """Let a node take work again."""
+def uncordon(session: Session, node: NodeArgument, *, is_watched: WatchOption = False) -> None:
+    """Let a node take work again. With --watch until all of its serving engines accept calls."""
+
+    def is_back(found: JsonObject) -> bool:
+        engines = session.api.get("engines", limit=LIST_LIMIT_MAX)["data"]
+        return bool(found["is_heard"]) and all(
+            engine["is_accepting"]
+            for engine in engines
+            if engine["node_id"] == node and engine["state"] == "serving"
+        )
+
     document = session.api.post(f"nodes/{segment(node)}/uncordon")
+    if is_watched:
+        _follow(session, node, is_back)
+        return
     session.out.say(document, f"{node} takes work")
 
 
@@ -125,9 +162,11 @@ def drain(
     deadline_s: Annotated[
         float, typer.Option("--deadline", min=0, help="Seconds that running work may take.")
     ] = 30.0,
+    is_sure: YesOption = False,
     is_watched: WatchOption = False,
 ) -> None:
-    """Cordon a node and let its engines finish and stop taking work."""
+    """Cordon a node and let its engines finish and stop taking work. With --watch until they have."""
+    _confirm_not_last(session, node, "drain", is_sure=is_sure)
     document = session.api.post(f"nodes/{segment(node)}/drain", {"deadline_s": deadline_s})
     commands = document["commands"]
     if is_watched and commands:
@@ -140,9 +179,28 @@ def drain(
     )
 
 
+def _confirm_not_last(session: Session, node: str, what: str, *, is_sure: bool) -> None:
+    confirm_not_last(
+        session, f"{what} of {node}", lambda engine: engine["node_id"] == node, is_sure=is_sure
+    )
+
+
+def _follow(session: Session, node: str, is_over: Callable[[JsonObject], bool]) -> None:
+    """Show a node until it is so."""
+
+    def read() -> JsonObject:
+        return session.api.get(f"nodes/{segment(node)}")
+
+    watch(session, read, lambda found: _table({"data": [found]}), is_over=is_over)
+
+
 @app.command("credentials")
 def credentials(
-    node: NodeArgument, *, as_json: JsonOption = False, data_dir: DataDirOption = DATA_DIR
+    node: NodeArgument,
+    *,
+    output: OutputOption = None,
+    as_json: JsonOption = False,
+    data_dir: DataDirOption = DATA_DIR,
 ) -> None:
     """Print the environment of a node's agent, for the NATS of a local `headway up`."""
     with reported():
@@ -162,8 +220,8 @@ def credentials(
             "NATS_URL": f"nats://127.0.0.1:{port}",
             "HEADWAY_AGENT_PASSWORD": password,
         }
-        out = Output(is_json=as_json)
-        if as_json:
+        out = Output.of(output, as_json=as_json)
+        if out.is_for_programs:
             out.document(environment)
         else:
             for name, value in environment.items():

@@ -1,5 +1,5 @@
-"""Gives a command its operator client and output: adds --url, --key, --data-dir and --json, to one
-that changes something --reason too, and ends it with an exit code.
+"""Gives a command its operator client and output: adds --url, --key, --context, --data-dir, --output and
+--json, to one that changes something --reason too, and ends it with an exit code.
 """
 
 import inspect
@@ -11,31 +11,44 @@ from typing import Annotated, Any, Concatenate, ParamSpec
 
 import typer
 
-from cli.client import DATA_DIR, OperatorClient, connection
+from cli.client import DATA_DIR, OperatorClient
+from cli.contexts import Connection, connection, names_of_contexts
 from cli.failure import CommandFailure
-from cli.output import Output, fail
+from cli.output import Format, Output, fail
 
 P = ParamSpec("P")
 
 UrlOption = Annotated[
-    str | None, typer.Option("--url", help="Server, as http://HOST:PORT [env: HEADWAY_URL].")
+    str | None, typer.Option("--url", help="Server, as http://HOST:PORT (or HEADWAY_URL).")
 ]
 KeyOption = Annotated[
-    str | None, typer.Option("--key", help="Operator key [env: HEADWAY_OPERATOR_KEY].")
+    str | None, typer.Option("--key", help="Operator key (or HEADWAY_OPERATOR_KEY).")
 ]
 DataDirOption = Annotated[
     Path, typer.Option("--data-dir", help="Folder of the local `headway up`.", file_okay=False)
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+ContextOption = Annotated[
+    str | None,
+    typer.Option(
+        "--context",
+        help="One of `headway config contexts` (or HEADWAY_CONTEXT).",
+        autocompletion=names_of_contexts,
+    ),
+]
+OutputOption = Annotated[
+    Format | None, typer.Option("--output", "-o", help="table for people, or json or yaml.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Short for --output json.")]
 ReasonOption = Annotated[str, typer.Option("--reason", help="Why; it stands in the audit log.")]
 
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """What a command works with."""
+    """What a command works with; `connection` is None where somebody else made the client."""
 
     api: OperatorClient
     out: Output
+    connection: Connection | None = None
 
 
 def with_session(function: Callable[Concatenate[Session, P], None]) -> Callable[..., None]:
@@ -57,21 +70,28 @@ def _command(
         *args: Any,
         url: str | None,
         key: str | None,
+        context: str | None,
         data_dir: Path,
+        output: Format | None,
         as_json: bool,
         why: str = "",
         **kwargs: Any,
     ) -> None:
-        with reported(), OperatorClient(*connection(url, key, data_dir), reason=why) as api:
-            function(Session(api=api, out=Output(is_json=as_json)), *args, **kwargs)
+        with reported():
+            out = Output.of(output, as_json=as_json)
+            found = connection(url, key, data_dir, context)
+            with OperatorClient(found.url, found.key, reason=why) as api:
+                function(Session(api=api, out=out, connection=found), *args, **kwargs)
 
     signature = inspect.signature(function, eval_str=True)
     _, *own = signature.parameters.values()
     options = (
         *further,
+        ("output", OutputOption, None),
         ("as_json", JsonOption, False),
         ("url", UrlOption, None),
         ("key", KeyOption, None),
+        ("context", ContextOption, None),
         ("data_dir", DataDirOption, DATA_DIR),
     )
     added = [

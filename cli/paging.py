@@ -26,9 +26,9 @@ def page_of(
 
 def show_page(session: Session, page: JsonObject, view: Table) -> None:
     """Prints a page; for people with the words that lead to the next one."""
-    if not session.out.is_json and not page["data"]:
+    if not session.out.is_for_programs and not page["data"]:
         session.out.console.print("nothing here")
         return
     session.out.show(page, view)
-    if page.get("next_cursor") and not session.out.is_json:
+    if page.get("next_cursor") and not session.out.is_for_programs:
         session.out.console.print(f"[dim]more with --cursor {page['next_cursor']}[/]")

@@ -1,6 +1,5 @@
 """`headway plan`: the fleet that the planner wants, what it would change and why, and what it may do."""
 
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +11,7 @@ from rich.text import Text
 from cli.client import JsonObject
 from cli.failure import CommandFailure, ExitCode
 from cli.operator import Session, with_session
-from cli.output import cell, dollars, instant, table
+from cli.output import ago, cell, dollars, instant, table
 from cli.paging import CursorOption, LimitOption, page_of, show_page
 
 app = typer.Typer(
@@ -43,6 +42,11 @@ GenerationOption = Annotated[
 @with_session
 def show(session: Session, revision: RevisionArgument = None) -> None:
     """Show a plan: engines there are and wanted, what holds it back, its moves and prices."""
+    show_plan(session, revision)
+
+
+def show_plan(session: Session, revision: int | None) -> None:
+    """Show a plan, the newest when none is named."""
     if revision is not None:
         plan = session.api.get(f"plans/{revision}")
         session.out.show(plan, *_plan_view(plan))
@@ -260,7 +264,7 @@ def _plan_view(plan: JsonObject) -> list[RenderableType]:
         (f"plan {plan['revision']}", "bold"),
         "  ",
         (str(plan["status"]).replace("_", " "), style),
-        f", {plan['state']}  confirmed {_ago(plan['confirmed_at'])} ago",
+        f", {plan['state']}  confirmed {ago(plan['confirmed_at'])} ago",
         f"\nfleet {dollars(plan['fleet_micro_usd_per_hour'])} an hour",
         f"   gap {plan['gap_ratio']:.1%}   solved in {plan['solve_s']:.1f} s",
     )
@@ -391,10 +395,3 @@ def _kind(entry: JsonObject) -> tuple[str, str]:
 
 def _desired(plan: JsonObject) -> dict[tuple[str, str], int]:
     return {_kind(entry): entry["desired"] for entry in plan["plan"]["desired"]}
-
-
-def _ago(text: str) -> str:
-    seconds = max(0.0, (datetime.now(UTC) - datetime.fromisoformat(text)).total_seconds())
-    if seconds < 120:  # noqa: PLR2004  (two minutes read better as seconds)
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7_200 else f"{seconds / 3_600:.1f} h"  # noqa: PLR2004

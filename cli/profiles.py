@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cli.failure import CommandFailure, ExitCode
-from cli.operator import JsonOption, reported
+from cli.operator import JsonOption, OutputOption, reported
 from cli.output import Output, table
 
 if TYPE_CHECKING:
@@ -31,11 +31,13 @@ _ORDINARY: Mapping[str, object] = {"ranks": 1, "pipeline": 1}
 
 
 @app.command("list")
-def list_profiles(*, file: FileOption = None, as_json: JsonOption = False) -> None:
+def list_profiles(
+    *, file: FileOption = None, output: OutputOption = None, as_json: JsonOption = False
+) -> None:
     """List the profiles that ship, and those of a file."""
     with reported():
         found = _known(file)
-        Output(is_json=as_json).show(
+        Output.of(output, as_json=as_json).show(
             [
                 {
                     "name": name,
@@ -63,6 +65,7 @@ def lint(
         Path | None,
         typer.Option("--cluster", help="Also check the engines of this cluster document."),
     ] = None,
+    output: OutputOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Check profiles: names, values, what contradicts itself; and engines that name them."""
@@ -89,11 +92,12 @@ def lint(
             engines, found = _lint_cluster(cluster, known)
             findings += found
         checked = {"profiles": len(known), "engines": engines}
-        if as_json:
-            Output(is_json=True).document({**checked, "findings": findings})
+        out = Output.of(output, as_json=as_json)
+        if out.is_for_programs:
+            out.document({**checked, "findings": findings})
         if findings:
             raise CommandFailure(ExitCode.FAILED, "\n".join(findings))
-        if not as_json:
+        if not out.is_for_programs:
             print(f"{len(known)} profiles and {engines} engines, nothing wrong")
 
 
@@ -105,6 +109,7 @@ def show(
     model: Annotated[str, typer.Option("--model", help="Model to start.")] = "MODEL",
     role: Annotated[str, typer.Option("--role", help="both, prefill or decode.")] = "",
     gpus: Annotated[int, typer.Option("--gpus", min=0, help="0: as many as it takes.")] = 0,
+    output: OutputOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show what a profile becomes: command line, environment, and what the scheduler is told."""
@@ -131,8 +136,9 @@ def show(
         launch = kind.launch(spec, _HOST, ports)
         transfer = transfer_of(kind, spec, ports)
         declared = _declared(kind.traits(spec), "" if transfer is None else transfer.connector)
-        if as_json:
-            Output(is_json=True).document(
+        out = Output.of(output, as_json=as_json)
+        if out.is_for_programs:
+            out.document(
                 {
                     "name": each.profile.name,
                     "kind": spec.kind,

@@ -4,12 +4,14 @@ from typing import Annotated
 
 import typer
 
+from cli import complete, tail
 from cli.client import segment
 from cli.operator import Session, with_session
 from cli.output import cell, dollars, instant, table
 from cli.paging import CursorOption, LimitOption, page_of, show_page
 
 app = typer.Typer(no_args_is_help=True, help="Calls, where they ran, what they cost.")
+app.command("tail")(tail.tail)
 
 
 @app.command("list")
@@ -54,7 +56,9 @@ def list_requests(
 @with_session
 def show_request(
     session: Session,
-    request: Annotated[str, typer.Argument(metavar="REQUEST", help="Request id.")],
+    request: Annotated[
+        str, typer.Argument(metavar="REQUEST", help="Request id.", autocompletion=complete.requests)
+    ],
 ) -> None:
     """Show one request with its attempts."""
     document = session.api.get(f"requests/{segment(request)}")

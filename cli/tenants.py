@@ -4,15 +4,19 @@ from typing import Annotated
 
 import typer
 
+from cli import complete
 from cli.client import segment
 from cli.money import micro_usd_given
 from cli.operator import Session, with_change, with_session
 from cli.output import dollars, table
 from cli.paging import CursorOption, LimitOption, page_of, show_page
+from cli.watch import YesOption, confirm
 
 app = typer.Typer(no_args_is_help=True, help=__doc__.split(": ", 1)[1].capitalize())
 
-TenantArgument = Annotated[str, typer.Argument(metavar="TENANT", help="Tenant id.")]
+TenantArgument = Annotated[
+    str, typer.Argument(metavar="TENANT", help="Tenant id.", autocompletion=complete.tenants)
+]
 
 
 @app.command("list")
@@ -88,8 +92,9 @@ def set_budget(
 
 @app.command("disable")
 @with_change
-def disable_tenant(session: Session, tenant: TenantArgument) -> None:
+def disable_tenant(session: Session, tenant: TenantArgument, *, is_sure: YesOption = False) -> None:
     """Refuse every further request of a tenant. Running ones finish."""
+    confirm(session, f"every call of {tenant} is refused from now on", is_sure=is_sure)
     document = session.api.patch(f"tenants/{segment(tenant)}", {"is_disabled": True})
     session.out.say(document, f"{tenant} is disabled")
 

@@ -2,11 +2,12 @@
 
 from importlib.metadata import version as installed_version
 
-from cli.operator import JsonOption
+from cli.operator import JsonOption, OutputOption, reported
 from cli.output import Output
 
 
-def version(*, as_json: JsonOption = False) -> None:
+def version(*, output: OutputOption = None, as_json: JsonOption = False) -> None:
     """Print the version."""
     number = installed_version("headway")
-    Output(is_json=as_json).say({"version": number}, f"headway {number}")
+    with reported():
+        Output.of(output, as_json=as_json).say({"version": number}, f"headway {number}")

@@ -3,7 +3,7 @@ watched has come to its end or somebody presses Ctrl-C.
 """
 
 import contextlib
-import json
+import sys
 import time
 from collections.abc import Callable
 from typing import Annotated, Any
@@ -34,27 +34,28 @@ def watch(
     view: Callable[[JsonObject], RenderableType],
     *,
     is_over: Callable[[JsonObject], bool] = never,
+    every_s: float = LOOK_S,
 ) -> JsonObject:
-    """Show what `read` returns, again and again; the last of it. JSON is printed when it differs."""
+    """Show what `read` returns, again and again; the last of it. For programs each that differs."""
     document: JsonObject = {}
     with contextlib.suppress(KeyboardInterrupt):
-        if session.out.is_json:
+        if session.out.is_for_programs:
             before: Any = None
             while True:
                 document = read()
                 if document != before:
-                    print(json.dumps(document, ensure_ascii=False), flush=True)
+                    session.out.document_of_many(document)
                     before = document
                 if is_over(document):
                     return document
-                time.sleep(LOOK_S)
+                time.sleep(every_s)
         with Live(console=session.out.console, auto_refresh=False) as live:
             while True:
                 document = read()
                 live.update(view(document), refresh=True)
                 if is_over(document):
                     return document
-                time.sleep(LOOK_S)
+                time.sleep(every_s)
     return document
 
 
@@ -74,10 +75,13 @@ def show_list(
 
 
 def confirm(session: Session, words: str, *, is_sure: bool) -> None:
-    """Ask before something that ends running work; `--yes` says so beforehand."""
+    """Ask before something that ends running work or shuts somebody out; `--yes` says so beforehand.
+
+    Raises CommandFailure when it is not confirmed, also where there is nobody at a terminal to ask.
+    """
     if is_sure:
         return
-    if session.out.is_json:
+    if session.out.is_for_programs or not sys.stdin.isatty():
         raise CommandFailure(ExitCode.USAGE, f"{words}: not confirmed", "add --yes")
     if not typer.confirm(f"{words}. Go on?", err=True):
         raise CommandFailure(ExitCode.USAGE, "nothing was done")

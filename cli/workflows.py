@@ -4,14 +4,19 @@ from typing import Annotated
 
 import typer
 
+from cli import complete
 from cli.client import segment
 from cli.operator import Session, with_change, with_session
 from cli.output import cell, dollars, instant, table
 from cli.paging import CursorOption, LimitOption, page_of, show_page
+from cli.watch import YesOption, confirm
 
 app = typer.Typer(no_args_is_help=True, help="Tasks of one or many calls.")
 
-WorkflowArgument = Annotated[str, typer.Argument(metavar="WORKFLOW", help="Workflow id.")]
+WorkflowArgument = Annotated[
+    str,
+    typer.Argument(metavar="WORKFLOW", help="Workflow id.", autocompletion=complete.workflows),
+]
 
 
 @app.command("list")
@@ -63,7 +68,10 @@ def show_workflow(session: Session, workflow: WorkflowArgument) -> None:
 
 @app.command("cancel")
 @with_change
-def cancel_workflow(session: Session, workflow: WorkflowArgument) -> None:
+def cancel_workflow(
+    session: Session, workflow: WorkflowArgument, *, is_sure: YesOption = False
+) -> None:
     """End a running workflow: its further calls are refused."""
+    confirm(session, f"what {workflow} has cost so far is lost", is_sure=is_sure)
     document = session.api.post(f"workflows/{segment(workflow)}/cancel")
     session.out.say(document, f"{workflow} is {document['state']}")

@@ -11,11 +11,13 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
+from urllib.parse import urlsplit
 
+from pydantic import SecretStr
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from controlplane.api.app import create_app
-from controlplane.api.services import Services
+from controlplane.api.services import Services, SettingView
 from controlplane.bus import Bus
 from controlplane.domain.errors import StateUnavailable
 from controlplane.domain.fleet import EngineRow
@@ -28,10 +30,12 @@ from controlplane.runtime import gauges
 from controlplane.runtime.accounts import Accounts
 from controlplane.runtime.admit import Gate
 from controlplane.runtime.agents import Agents
+from controlplane.runtime.call import monotonic_ms
 from controlplane.runtime.credits import CreditKeeper
 from controlplane.runtime.decision_log import DecisionLog
 from controlplane.runtime.estimate_keeper import EstimateKeeper
 from controlplane.runtime.estimates import Estimates
+from controlplane.runtime.figures import FIGURES_INTERVAL_S, Figures
 from controlplane.runtime.fleet_state import FleetState
 from controlplane.runtime.idempotency import Idempotency
 from controlplane.runtime.intake import Intake
@@ -65,7 +69,8 @@ from controlplane.store.session import make_engine
 from controlplane.telemetry.metrics import Metrics
 from controlplane.telemetry.observer import GateObserver
 from controlplane.telemetry.otlp import OtlpMetrics, resource_of, span_processor
-from controlplane.telemetry.tracing import Tracing
+from controlplane.telemetry.spans import SpanMaker
+from controlplane.telemetry.tracing import Sampling, Tracing
 from policies.load import bundle_of, files_of
 
 log = logging.getLogger(__name__)
@@ -239,6 +244,17 @@ async def running_replica(settings: Settings) -> AsyncIterator[Replica]:
             replica_ttl_s=settings.replica_ttl_s,
             node_silence_ms_max=settings.node_silence_s_max * 1000.0,
         )
+        figures = Figures(
+            engine,
+            metrics=metrics,
+            fleet=fleet,
+            is_leading=lambda: leader.epoch is not None,
+            is_bus_connected=lambda: bus.is_connected,
+            replica_ttl_s=settings.replica_ttl_s,
+            version=version("headway"),
+        )
+        gate.on_workflow_ended = figures.workflow_ended
+        loops.on_reaped = figures.reaped
         retention = Retention(
             engine,
             leader,
@@ -289,6 +305,7 @@ async def running_replica(settings: Settings) -> AsyncIterator[Replica]:
             gate=gate,
             fleet=fleet,
             replica_id=replica_id,
+            settings=_told(settings),
             metrics=metrics,
             explain=decisions.explain,
             journal=journal,
@@ -325,6 +342,7 @@ async def running_replica(settings: Settings) -> AsyncIterator[Replica]:
                 *loops.all(),
                 *sizes.loops(),
                 retention.run(),
+                every(FIGURES_INTERVAL_S, "figures", figures.look),
                 *planner_loops(planner, plan_moves, plan_view),
                 every(CHOICE_INTERVAL_S, "model_choice", choices.refresh),
                 every(WAKE_INTERVAL_S, "wake", waker.look),
@@ -355,18 +373,54 @@ async def running_replica(settings: Settings) -> AsyncIterator[Replica]:
             await bus.close()
 
 
+def _told(settings: Settings) -> tuple[SettingView, ...]:
+    """The settings for operators, by name: no secret, and no password that stands in a URL."""
+    prefix = str(Settings.model_config.get("env_prefix", ""))
+    found = []
+    for name, field in sorted(Settings.model_fields.items()):
+        value = getattr(settings, name)
+        is_secret = isinstance(value, SecretStr)
+        alias = field.validation_alias
+        text = "" if value is None else str(value)
+        if not is_secret and "://" in text:
+            address = urlsplit(text)
+            if address.password is not None or address.username is not None:
+                host = address.netloc.rpartition("@")[2]
+                text = address._replace(netloc=f"…@{host}").geturl()
+        found.append(
+            SettingView(
+                name=name,
+                variable=alias if isinstance(alias, str) else f"{prefix}{name}".upper(),
+                value=None if is_secret else text,
+                is_secret=is_secret,
+                is_set=bool(value.get_secret_value()) if is_secret else value not in (None, ""),
+                source="environment" if name in settings.model_fields_set else "default",
+            )
+        )
+    return tuple(found)
+
+
 def _tracing(
     stack: AsyncExitStack, settings: Settings, metrics: Metrics, replica_id: ReplicaId
 ) -> Tracing:
-    """Spans and series over OTLP when an endpoint is configured; else contexts are only passed on."""
+    """Spans and series over OTLP when an endpoint is configured; else contexts are only passed on, and calls
+    that are kept are told in the log.
+    """
     resource = resource_of(version("headway"), replica_id)
-    if not settings.otlp_endpoint:
-        return Tracing(None, resource, 0.0)
-    pushing = OtlpMetrics(metrics, resource)
-    stack.callback(pushing.shutdown)
-    tracing = Tracing(span_processor(), resource, settings.trace_sample_ratio)
-    stack.callback(tracing.shutdown)
-    return tracing
+    is_exporting = bool(settings.otlp_endpoint)
+    if is_exporting:
+        pushing = OtlpMetrics(metrics, resource)
+        stack.callback(pushing.shutdown)
+    count = metrics.traces.add
+    maker = SpanMaker(span_processor() if is_exporting else None, resource, count)
+    stack.callback(maker.shutdown)
+    sampling = Sampling(
+        ratio=settings.trace_sample_ratio,
+        slow_ms=settings.trace_slow_ms,
+        ttft_slow_ms=settings.trace_ttft_slow_ms,
+        kept_per_s_max=settings.trace_kept_per_s_max,
+    )
+    return Tracing(maker, sampling, is_exporting=is_exporting, now_ms=monotonic_ms, count=count)
 
 
 def _leave(fleet: FleetState, upstream: Upstream, after_s: float, row: EngineRow) -> None:

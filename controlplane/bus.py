@@ -6,6 +6,7 @@ Knows subjects and bytes, not what they mean.
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
 from nats.aio.client import Client
 from nats.aio.msg import Msg
@@ -33,6 +34,7 @@ RECONNECT_WAIT_S = 1
 PENDING_MESSAGES_MAX = 4096
 PENDING_BYTES_MAX = 8 * 1024 * 1024
 REQUEST_TIMEOUT_S = 1.0
+EXAMINE_S_MAX = 2
 COMMAND_AGE_S_MAX = 3600
 COMMAND_ACK_WAIT_S = 30
 COMMAND_DELIVERIES_MAX = 20
@@ -44,7 +46,26 @@ KV_MESSAGES_PER_NODE_MAX = 2_048
 KV_REPLAY_S_MAX = 0.5
 KV_REPLAY_BATCH = 256
 
+# A node that nobody has: asking for its credits is answered at once with "nobody serves this".
+NOBODY = "doctor-nobody"
+
 Handler = Callable[[str, bytes], Awaitable[None] | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BusFacts:
+    """What a look at the bus finds. `may_ask`: a request to an agent reaches the server and is answered;
+    `jetstream_problem` and `streams_missing` are empty when all is well, `last_error` when there was none.
+    """
+
+    is_connected: bool
+    server_version: str
+    round_trip_ms: float | None
+    payload_bytes_max: int
+    may_ask: bool
+    jetstream_problem: str
+    streams_missing: tuple[str, ...]
+    last_error: str
 
 
 class Bus:
@@ -59,6 +80,7 @@ class Bus:
         self._on_reconnect: list[Callable[[], Awaitable[None]]] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._connecting: asyncio.Future[None] | None = None
+        self._last_error = ""
 
     @property
     def is_connected(self) -> bool:
@@ -278,6 +300,51 @@ class Bus:
             raise BusUnavailable(f"no reports of {node_id}: {error}") from error
         return kept
 
+    async def examine(self) -> BusFacts:
+        """Ask the server what it grants this client. Changes nothing; raises nothing."""
+        client = self._client
+        if not client.is_connected:
+            return BusFacts(
+                is_connected=False,
+                server_version="",
+                round_trip_ms=None,
+                payload_bytes_max=0,
+                may_ask=False,
+                jetstream_problem="not connected",
+                streams_missing=(),
+                last_error=self._last_error,
+            )
+        round_trip_ms: float | None = None
+        try:
+            round_trip_ms = await client.rtt(timeout=EXAMINE_S_MAX) * 1_000.0
+            may_ask = await self.ask(subjects.node_subject(NOBODY, "credits"), b"") is None
+        except (NatsError, BusUnavailable, TimeoutError):
+            may_ask = False
+        problem, missing = "", []
+        jetstream = client.jetstream(timeout=REQUEST_TIMEOUT_S)
+        try:
+            await jetstream.account_info()
+            for stream in (subjects.COMMAND_STREAM, subjects.CONTROL_STREAM, subjects.KV_STREAM):
+                try:
+                    await jetstream.stream_info(stream)
+                except NotFoundError:
+                    missing.append(stream)
+        except (NatsError, TimeoutError) as error:
+            problem = str(error) or type(error).__name__
+        version = client.connected_server_version
+        return BusFacts(
+            is_connected=True,
+            server_version=".".join(
+                str(part) for part in (version.major, version.minor, version.patch)
+            ),
+            round_trip_ms=round_trip_ms,
+            payload_bytes_max=client.max_payload,
+            may_ask=may_ask,
+            jetstream_problem=problem,
+            streams_missing=tuple(missing),
+            last_error=self._last_error,
+        )
+
     async def _reconnected(self) -> None:
         log.info("bus_reconnected")
         for callback in self._on_reconnect:
@@ -289,4 +356,5 @@ class Bus:
         log.warning("bus_disconnected")
 
     async def _failed(self, error: Exception) -> None:
+        self._last_error = f"{type(error).__name__}: {error}"
         log.warning("bus_error", extra={"fields": {"error": f"{type(error).__name__}: {error}"}})

@@ -48,5 +48,10 @@ class Settings(BaseSettings):
     # Nodes that an autoscaler may add to each shape of node. 0: the fleet is what it is, and is paid for.
     planner_nodes_more_max: Annotated[int, Field(ge=0, le=1_000)] = 0
     planner_provision_s: Annotated[float, Field(ge=0)] = 300.0
+    # Which calls leave a trace and a line in the log: this share of all, and always those that were refused, failed,
+    # lost an engine, or were slow to their first token or their end; of these at most so many a second.
     trace_sample_ratio: Annotated[float, Field(ge=0, le=1)] = 0.01
+    trace_slow_ms: Annotated[float, Field(gt=0)] = 10_000.0
+    trace_ttft_slow_ms: Annotated[float, Field(gt=0)] = 2_000.0
+    trace_kept_per_s_max: Annotated[float, Field(ge=0)] = 100.0
     otlp_endpoint: Annotated[str, Field(validation_alias="OTEL_EXPORTER_OTLP_ENDPOINT")] = ""

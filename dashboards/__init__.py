@@ -1,0 +1,1 @@
+"""What people look at: Grafana dashboards, Prometheus rules and alerts, and what loads them."""

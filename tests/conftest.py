@@ -6,6 +6,7 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
@@ -117,7 +118,21 @@ def clean_database_url(
     server_loop: ServerLoop, postgres: EmbeddedPostgres, template_database: str
 ) -> Iterator[str]:
     """A migrated database of the test's own."""
-    url = server_loop.run(postgres.start())
+    with _cloned(server_loop.run(postgres.start()), template_database) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def module_database_url(
+    server_loop: ServerLoop, postgres: EmbeddedPostgres, template_database: str
+) -> Iterator[str]:
+    """The same for the tests of one module together."""
+    with _cloned(server_loop.run(postgres.start()), template_database) as url:
+        yield url
+
+
+@contextmanager
+def _cloned(url: str, template_database: str) -> Iterator[str]:
     name = f"clone_{next(_clones)}"
     _execute(
         url,

@@ -40,7 +40,7 @@ def demo(
     from cli.processes import LocalCluster, free_port
 
     with reported():
-        out = Output(is_json=as_json)
+        out = Output.of(None, as_json=as_json)
         console = Console(stderr=as_json, highlight=False)
         local = LocalCluster(
             data_dir=data_dir,

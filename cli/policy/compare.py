@@ -4,7 +4,7 @@ import difflib
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -13,6 +13,9 @@ from cli.client import JsonObject, segment
 from cli.failure import CommandFailure, ExitCode
 from cli.operator import Session, with_session
 from cli.output import table
+
+if TYPE_CHECKING:
+    from policies.replay import ReplayReport
 
 # Small pages: the server that makes them also serves calls.
 FACTS_PER_PAGE = 100
@@ -81,23 +84,12 @@ def replay(
     ] = None,
 ) -> None:
     """Decide the calls of the decision log again, and show which would end otherwise."""
-    from cli.policy.sources import compiled, read_any
-    from policies.replay import Replay
-
-    seconds = _seconds(since)
+    seconds = seconds_of(since)
     if against is None:
         rollout = session.api.get("policies/rollout")
         against = "candidate" if rollout["candidate_digest"] else "active"
-    again = Replay(compiled(*read_any(session, against)))
-    rows = 0
-    is_cut = False
-    for page in _pages(session, seconds):
-        again.add_all(_recorded(page))
-        rows += len(page)
-        if rows >= ROWS_MAX:
-            is_cut = True
-            break
-    report = again.report()
+    report, is_cut = replayed(session, seconds, against)
+    rows = report.rows
     document = {"since_s": seconds, "against": against, "is_cut": is_cut, **asdict(report)}
     shown: list[Any] = []
     if report.changes:
@@ -204,6 +196,21 @@ def explain(
     session.out.show(document, *shown)
 
 
+def replayed(session: Session, since_s: int, against: str) -> "tuple[ReplayReport, bool]":
+    """The calls of the last `since_s` seconds decided again by a bundle, and whether the log was cut."""
+    from cli.policy.sources import compiled, read_any
+    from policies.replay import Replay
+
+    again = Replay(compiled(*read_any(session, against)))
+    rows = 0
+    for page in _pages(session, since_s):
+        again.add_all(_recorded(page))
+        rows += len(page)
+        if rows >= ROWS_MAX:
+            return again.report(), True
+    return again.report(), False
+
+
 def _pages(session: Session, since_s: int) -> Iterator[list[JsonObject]]:
     cursor: str | None = None
     while True:
@@ -230,7 +237,8 @@ def _recorded(rows: Iterable[JsonObject]) -> Iterator[Any]:
         )
 
 
-def _seconds(since: str) -> int:
+def seconds_of(since: str) -> int:
+    """A time as it is given on a command line, in seconds. Raises CommandFailure."""
     found = _SINCE.fullmatch(since)
     if found is None:
         raise CommandFailure(

@@ -7,7 +7,7 @@ import typer
 from rich.markup import escape
 
 from cli.failure import CommandFailure, ExitCode
-from cli.operator import JsonOption, reported
+from cli.operator import JsonOption, OutputOption, reported
 from cli.output import Output, table
 
 if TYPE_CHECKING:
@@ -21,7 +21,9 @@ FolderArgument = Annotated[
 ]
 
 
-def lint(folder: FolderArgument = None, *, as_json: JsonOption = False) -> None:
+def lint(
+    folder: FolderArgument = None, *, output: OutputOption = None, as_json: JsonOption = False
+) -> None:
     """Check a bundle: shapes, types, contradictions, and every rule on made-up facts."""
     from cli.policy.sources import compiled, read_folder
 
@@ -37,7 +39,7 @@ def lint(folder: FolderArgument = None, *, as_json: JsonOption = False) -> None:
             "p99_us": report.p99_us,
             "notes": list(report.notes),
         }
-        Output(is_json=as_json).show(
+        Output.of(output, as_json=as_json).show(
             document,
             *(f"[yellow]note:[/] {escape(note)}" for note in report.notes),
             f"[green]sound:[/] {len(policy.bundle.files)} files, {report.rules} rules, tried on"
@@ -58,6 +60,7 @@ def run_tests(
             "--score-min", min=0, max=PERCENT, help="Fail below this share of noticed mutants."
         ),
     ] = 0,
+    output: OutputOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Run the cases that stand in a bundle's documents."""
@@ -66,7 +69,7 @@ def run_tests(
 
     with reported():
         policy = compiled(*read_folder(folder))
-        out = Output(is_json=as_json)
+        out = Output.of(output, as_json=as_json)
         cases = run_cases(policy)
         failures = [_failed(failure) for failure in cases.failures]
         document: dict[str, object] = {
@@ -113,6 +116,7 @@ def attributes(
     as_markdown: Annotated[
         bool, typer.Option("--markdown", help="Print the page of the documentation.")
     ] = False,
+    output: OutputOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """List what rules can read, with types and units."""
@@ -132,13 +136,14 @@ def attributes(
         }
         for row in ATTRIBUTES
     ]
-    Output(is_json=as_json).show(
-        {"attributes": rows},
-        table(
-            ("ATTRIBUTE", "TYPE", "UNIT", "MEANING"),
-            ((row["name"], row["type"], row["unit"], row["meaning"]) for row in rows),
-        ),
-    )
+    with reported():
+        Output.of(output, as_json=as_json).show(
+            {"attributes": rows},
+            table(
+                ("ATTRIBUTE", "TYPE", "UNIT", "MEANING"),
+                ((row["name"], row["type"], row["unit"], row["meaning"]) for row in rows),
+            ),
+        )
 
 
 def _failed(failure: "CaseFailure") -> str:

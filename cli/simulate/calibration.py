@@ -330,7 +330,7 @@ def calibrate(
         raise typer.BadParameter(
             f"there is no {VLLM_TABLE} in {folder or '.'}", param_hint="--traces"
         )
-    out = Output(is_json=as_json)
+    out = Output.of(None, as_json=as_json)
     document: dict[str, Any] = {}
     for name, (runs, left_out) in found.items():
         told = calibrations(runs)

@@ -13,7 +13,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from cli.client import DATA_DIR, OperatorClient, connection
+from cli.client import DATA_DIR, OperatorClient
+from cli.contexts import connection
 from cli.failure import CommandFailure, ExitCode
 from cli.operator import DataDirOption, KeyOption, UrlOption, reported
 from cli.output import Output, table
@@ -189,7 +190,8 @@ def simulate(
         if from_log is not None:
             source = context.get_parameter_source("fleet")
             is_given = source is not None and source.name != "DEFAULT"
-            with OperatorClient(*connection(url, key, data_dir)) as api:
+            found = connection(url, key, data_dir)
+            with OperatorClient(found.url, found.key) as api:
                 _play_log(
                     api, from_log, fleet if is_given else None, policies, json_path, report_path
                 )
@@ -236,7 +238,7 @@ def simulate(
         document.pop("timings", None)
         if json_path is not None:
             json_path.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n")
-        out = Output(is_json=False)
+        out = Output()
         for each in cells_tables(document["cells"]):
             out.console.print(each)
         for path in (json_path, report_path):
@@ -264,7 +266,7 @@ def _play_log(
         write(report_path, {"what_if": document})
     if json_path is not None:
         json_path.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n")
-    out = Output(is_json=False)
+    out = Output()
     for each in (*tables(document), *lines(document)):
         out.console.print(each)
 

@@ -484,7 +484,7 @@ def what_if(
     Raises CommandFailure when nothing is recorded, the log is too large, or the fleet does not fit it.
     """
     seconds = seconds_of(since)
-    session = Session(api=session_api, out=Output(is_json=False))
+    session = Session(api=session_api, out=Output())
     progress(0.0, "reading the log")
     log = read_log(Reader(session_api), seconds, datetime.now(UTC))
     now_policy = compiled(*read_any(session, "active"))

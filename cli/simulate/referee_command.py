@@ -62,7 +62,7 @@ def referee(
         }
         if json_path is not None:
             json_path.write_text(json.dumps(document, indent=2) + "\n")
-        out = Output(is_json=False)
+        out = Output()
         out.console.print(
             table(
                 ("WORLD", "ROUTER", ">REUSE", ">TTFT ms", ">P50", ">P90", ">P99", ">TPOT", ">E2E"),

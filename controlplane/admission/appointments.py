@@ -83,7 +83,7 @@ class Appointments:
         known = self._by_key.get(key)
         if known is not None:
             return max(WAIT_MS_MIN, known.due_ms - now_ms)
-        wait_ms = WAIT_MS_MIN + WAIT_FACTOR * (self.work_ms(tier) + work_ms) / max(seats_free, 1e-6)
+        wait_ms = self.wait_ms(work_ms, tier, seats_free)
         if wait_ms > min(wait_ms_max, WAIT_MS_MAX) or len(self._by_key) >= APPOINTMENTS_MAX:
             return None
         due_ms = now_ms + int(wait_ms)
@@ -94,6 +94,10 @@ class Appointments:
         booked.work_ms += work_ms
         booked.seats += seats
         return int(wait_ms)
+
+    def wait_ms(self, work_ms: float, tier: int, seats_free: float) -> float:
+        """Milliseconds until there is likely to be room for so much more work of this tier."""
+        return WAIT_MS_MIN + WAIT_FACTOR * (self.work_ms(tier) + work_ms) / max(seats_free, 1e-6)
 
     def is_known(self, key: str) -> bool:
         """Whether `key` was told to come back, and may still."""

@@ -13,7 +13,9 @@ from controlplane.domain.catalog import Role
 from controlplane.domain.decision import (
     Admit,
     Decision,
+    Hurdle,
     Placement,
+    Quantity,
     Queue,
     Reason,
     Refuse,
@@ -141,13 +143,20 @@ def _rules_out(request: Request, terms: Terms, now_ms: int) -> Refuse | None:
             f"scope `{request.scope}` allows {terms.steps_max:,} steps; end the workflow and begin"
             " another one"
         )
-        return Refuse(Reason.FORBIDDEN_BY_POLICY, detail)
+        hurdle = Hurdle(Quantity.STEPS, float(terms.steps_max), request.step + 1.0, request.scope)
+        return Refuse(Reason.FORBIDDEN_BY_POLICY, detail, hurdles=(hurdle,))
     if not is_within_fan_out(request):
         detail = (
             f"the workflow has {request.calls_in_flight:,} calls in flight and scope"
             f" `{request.scope}` allows {request.fan_out_max:,}; wait for one to end"
         )
-        return Refuse(Reason.FAN_OUT_EXCEEDED, detail)
+        hurdle = Hurdle(
+            Quantity.CALLS_IN_FLIGHT,
+            float(request.fan_out_max),
+            request.calls_in_flight + 1.0,
+            request.scope,
+        )
+        return Refuse(Reason.FAN_OUT_EXCEEDED, detail, hurdles=(hurdle,))
     if request.workflow is not None and request.workflow_remaining_micro_usd <= 0:
         detail = (
             f"the budget of workflow `{request.workflow}` is spent; create a workflow with a"

@@ -34,7 +34,7 @@ from controlplane.admission.levels import (
 )
 from controlplane.admission.sizes import Size, Sizes
 from controlplane.admission.tabs import Tab, Tabs
-from controlplane.domain.decision import Reason, Refuse
+from controlplane.domain.decision import Hurdle, Quantity, Reason, Refuse
 from controlplane.domain.money import usd
 from controlplane.domain.request import Request
 from controlplane.reliability.deadlines import HANG_UP_MS
@@ -390,10 +390,18 @@ class PoolLoad:
             f"`{request.model}` is overloaded: a second of it is worth {price:.4f} USD to others, and this"
             f" workflow needs about {self._now(size).work_ms / 1000:.1f} s"
         )
+        work_s = max(1.0, size.work_ms) / 1000.0
         return Refuse(
             Reason.SHED_OVERLOAD,
             f"{detail}; send it later with a new deadline",
             is_final=True,
+            hurdles=(
+                Hurdle(
+                    Quantity.WORTH_MICRO_USD_PER_S,
+                    there=request.value_micro_usd / work_s,
+                    needed=self.bids.price_micro_usd_per_s,
+                ),
+            ),
         )
 
     def _open(self, request: Request, size: Size | None, now_ms: int) -> None:
@@ -530,19 +538,23 @@ class PoolLoad:
         seats_free = min(asked.seats_free, self._seats_begun(request.priority, now_ms))
         promised = f"{self.commitments.seats():.1f} of {room.seats:.0f} seats are promised"
         wait_ms_max = self._wait_ms_max(request, work_ms, now_ms)
+        free = max(0.0, asked.seats_free - self.commitments.seats(request.priority))
+        hurdles = (Hurdle(Quantity.SEATS, there=free, needed=asked.seats_needed),)
         if asked.is_below_part and wait_ms_max > WAIT_MS_MIN:
             # Whatever ends next is this tenant's: others that have more do not begin before it.
             return Refuse(
                 Reason.SHED_OVERLOAD,
                 f"`{request.model}` is overloaded ({promised}); this tenant is next",
                 WAIT_MS_MIN,
+                hurdles=hurdles,
             )
+        seats_free = max(seats_free, SEATS_RATIO_LEAST * room.seats)
         wait_ms = self.appointments.book(
             _key(request),
             work_ms=work_ms,
             seats=asked.seats_needed,
             tier=asked.rank // SHARES,
-            seats_free=max(seats_free, SEATS_RATIO_LEAST * room.seats),
+            seats_free=seats_free,
             now_ms=now_ms,
             wait_ms_max=wait_ms_max,
         )
@@ -552,6 +564,7 @@ class PoolLoad:
                 f"`{request.model}` is overloaded ({promised}) and more workflows wait for room than it"
                 " can begin within a minute; come back then",
                 WAIT_MS_MAX,
+                hurdles=hurdles,
             )
         if wait_ms is None:
             return Refuse(
@@ -559,12 +572,21 @@ class PoolLoad:
                 f"`{request.model}` is overloaded ({promised}) and will not have room for this"
                 " workflow in time; send it later with a new deadline",
                 is_final=True,
+                hurdles=(
+                    *hurdles,
+                    Hurdle(
+                        Quantity.TIME_MS,
+                        there=max(0.0, float(wait_ms_max)),
+                        needed=self.appointments.wait_ms(work_ms, asked.rank // SHARES, seats_free),
+                    ),
+                ),
             )
         return Refuse(
             Reason.SHED_OVERLOAD,
             f"`{request.model}` is overloaded ({promised}); room is kept for this workflow in"
             f" {wait_ms / 1000:.1f} s",
             wait_ms,
+            hurdles=hurdles,
         )
 
     def _wait_ms_max(self, request: Request, work_ms: float, now_ms: int) -> int:

@@ -1,17 +1,18 @@
-"""Probes and the Prometheus exposition. No key: they say nothing about tenants."""
+"""Probes and the Prometheus exposition. Without a key they say nothing about tenants."""
 
 import asyncio
 from typing import Literal, assert_never, cast
 
 from fastapi import APIRouter, Request, Response
 
+from controlplane.api.scrapers import Scrapers
 from controlplane.api.security import ServicesDep
 from controlplane.api.services import Services
 from controlplane.api.shapes import Answer
 from controlplane.domain.errors import StateUnavailable
 from controlplane.store import migrate
 from controlplane.store.migrate import Standing
-from controlplane.telemetry.exposition import CONTENT_TYPE, Exposition
+from controlplane.telemetry.exposition import OPENMETRICS, Exposition
 
 READY_CHECK_S_MAX = 2.0
 
@@ -56,6 +57,12 @@ async def readiness_problems(services: Services) -> list[str]:
         problems.append(f"PostgreSQL can not be asked: {error}")
     except TimeoutError:
         problems.append(f"PostgreSQL did not answer within {READY_CHECK_S_MAX:g} s")
+    return [*problems, *own_problems(services)]
+
+
+def own_problems(services: Services) -> list[str]:
+    """What the replica knows by itself, without asking PostgreSQL."""
+    problems = []
     if services.journal.is_full:
         problems.append("the journal is full: PostgreSQL has been away or slow for too long")
     policies = services.gate.policies
@@ -89,8 +96,19 @@ async def _schema(services: Services) -> Standing:
     return await asyncio.to_thread(migrate.standing, url)
 
 
-@router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
+@router.get(
+    "/metrics",
+    response_class=Response,
+    responses={200: {"content": {"text/plain": {}, OPENMETRICS: {}}}},
+)
 async def metrics(request: Request) -> Response:
-    """Prometheus exposition of this replica."""
+    """Exposition of this replica for Prometheus, with exemplars for who accepts OpenMetrics.
+
+    Series that name tenants are added for an operator's key, and left out without one.
+    """
     exposition = cast("Exposition", request.app.state.exposition)
-    return Response(exposition.render(), headers={"content-type": CONTENT_TYPE})
+    scrapers = cast("Scrapers", request.app.state.scrapers)
+    headers = request.headers
+    names_tenants = await scrapers.may_name_tenants(headers.get("authorization", ""))
+    body, content_type = exposition.render(headers.get("accept", ""), names_tenants=names_tenants)
+    return Response(body, headers={"content-type": content_type})

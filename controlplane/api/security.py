@@ -3,12 +3,13 @@
 """
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
-from typing import Annotated, cast
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Final, cast
 
 from fastapi import Depends, Query, Request, Security
 from fastapi.security import HTTPBearer
 
+from controlplane.api.entity_tags import IfMatch, versions_of
 from controlplane.api.services import Services
 from controlplane.api.shapes import Text
 from controlplane.domain.catalog import OperatorRole, Principal
@@ -21,8 +22,11 @@ from controlplane.store.audit import Change
 KEY_CHARACTERS_MAX = 256
 REASON_CHARACTERS_MAX = 500
 
+# The role that a dependency asks for, for whoever writes down what an operation needs.
+ROLES: Final[dict[Callable[..., Any], OperatorRole]] = {}
+
 # Each role may do what the ones before it may.
-_RANKS = {OperatorRole.VIEWER: 0, OperatorRole.OPERATOR: 1, OperatorRole.ADMIN: 2}
+RANKS = {OperatorRole.VIEWER: 0, OperatorRole.OPERATOR: 1, OperatorRole.ADMIN: 2}
 
 _tenant_scheme = HTTPBearer(
     scheme_name="TenantKey", description="A tenant's key, `hw-tenant-…`.", auto_error=False
@@ -92,7 +96,7 @@ def operator_with(role: OperatorRole) -> Callable[..., Awaitable[Operator]]:
         if found is None:
             raise _unauthenticated("the key is unknown, revoked, or not an operator's")
         key_id, held = found
-        if _RANKS[held] < _RANKS[role]:
+        if RANKS[held] < RANKS[role]:
             raise Refused(
                 Refuse(
                     Reason.FORBIDDEN_BY_POLICY,
@@ -101,6 +105,7 @@ def operator_with(role: OperatorRole) -> Callable[..., Awaitable[Operator]]:
             )
         return Operator(key_id=key_id, role=held)
 
+    ROLES[operator_of] = role
     return operator_of
 
 
@@ -127,6 +132,21 @@ async def _admins_change(operator: AdminDep, why: Why = "") -> Change:
     return Change(actor=operator.actor, reason=why)
 
 
+async def _operators_seen_change(
+    by: Annotated[Change, Depends(_operators_change)], if_match: IfMatch = None
+) -> Change:
+    return replace(by, expected=versions_of(if_match))
+
+
+async def _admins_seen_change(
+    by: Annotated[Change, Depends(_admins_change)], if_match: IfMatch = None
+) -> Change:
+    return replace(by, expected=versions_of(if_match))
+
+
 # A change by an operator of this role or above, with the reason that the query gives.
 OperatorChangeDep = Annotated[Change, Depends(_operators_change)]
 AdminChangeDep = Annotated[Change, Depends(_admins_change)]
+# The same of something that has a version, which the author may have seen.
+OperatorSeenChangeDep = Annotated[Change, Depends(_operators_seen_change)]
+AdminSeenChangeDep = Annotated[Change, Depends(_admins_seen_change)]

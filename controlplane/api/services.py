@@ -5,6 +5,7 @@ They build nothing and read no environment.
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from sqlalchemy.ext.asyncio import AsyncEngine
 
@@ -21,6 +22,18 @@ from controlplane.runtime.policy_compile import PolicyCompiler
 from controlplane.store.journal import Journal
 from controlplane.telemetry.metrics import Metrics
 from policies.evaluate import Policy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SettingView:
+    """One setting as operators may see it: `value` is None for a secret."""
+
+    name: str
+    variable: str
+    value: str | None
+    is_secret: bool
+    is_set: bool
+    source: Literal["environment", "default"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,5 +56,6 @@ class Services:
     choices: ModelChoices
     compiler: PolicyCompiler
     replica_id: ReplicaId
+    settings: tuple[SettingView, ...] = ()
     explain: Callable[[str], Explanation | None]
     policies_changed: Callable[[Policy | None], Awaitable[None]]

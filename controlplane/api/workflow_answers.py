@@ -99,6 +99,9 @@ async def end_workflow(
             raise not_found(workflow_id)
         case WorkflowConflict(record):
             services.gate.workflows.remember(record)
+            if record.state is WorkflowState.EXPIRED:
+                # Its tenant's word came too late, and ended it all the same.
+                services.gate.workflow_ended(record.id)
             raise Refused(
                 Refuse(
                     Reason.CONFLICT,

@@ -1,6 +1,6 @@
 """What a decision can say: admit with a placement, queue, or refuse with a reason from a closed set."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from controlplane.domain.fleet import EngineRow
@@ -19,6 +19,7 @@ class Reason(StrEnum):
     WORKFLOW_NOT_FOUND = "workflow_not_found"
     WORKFLOW_ENDED = "workflow_ended"
     CONFLICT = "conflict"
+    PRECONDITION_FAILED = "precondition_failed"
     CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
     IDEMPOTENCY_IN_PROGRESS = "idempotency_in_progress"
     IDEMPOTENCY_MISMATCH = "idempotency_mismatch"
@@ -81,13 +82,42 @@ class Queue:
     reason: Reason
 
 
+class Quantity(StrEnum):
+    """What a call may have had too little of, with its unit."""
+
+    WORTH_MICRO_USD_PER_S = "worth_micro_usd_per_s"
+    SEATS = "seats"
+    TIME_MS = "time_ms"
+    MICRO_USD = "micro_usd"
+    TOKENS = "tokens"
+    REQUESTS_PER_MINUTE = "requests_per_minute"
+    TOKENS_PER_MINUTE = "tokens_per_minute"
+    CALLS_IN_FLIGHT = "calls_in_flight"
+    STEPS = "steps"
+
+
+@dataclass(frozen=True, slots=True)
+class Hurdle:
+    """A number that kept a call out: what was there for it, and what would have let it in.
+
+    `there` is None where that is not known at the instant of the decision; `of` names the account or
+    who holds the limit, empty for the pool.
+    """
+
+    quantity: Quantity
+    there: float | None
+    needed: float
+    of: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class Refuse:
     """`retry_after_ms` is an honest estimate, or None when there is none; `detail` says what to do.
 
     `decision` is the id under which the refusal can be explained, empty before it is recorded; `rule`
     names the policy rule that decided, empty when none did. `is_final` tells the client not to come
-    back, also where the reason alone would let it.
+    back, also where the reason alone would let it. `hurdles` are told beside: refusals that differ in
+    nothing else are the same.
     """
 
     reason: Reason
@@ -96,6 +126,7 @@ class Refuse:
     decision: str = ""
     rule: str = ""
     is_final: bool = False
+    hurdles: tuple[Hurdle, ...] = field(default=(), compare=False)
 
 
 Decision = Admit | Queue | Refuse

@@ -221,12 +221,13 @@ class EmbeddedNats(ChildHolder):
                 "max_memory_store": 64 * 1024 * 1024,
                 "max_file_store": 1024 * 1024 * 1024,
             },
-            "authorization": {"users": [_entry(user) for user in self._users]},
+            "authorization": {"users": [user_entry(user) for user in self._users]},
         }
         write_private(self._config, json.dumps(config, indent=2) + "\n")
 
 
-def _entry(user: NatsUser) -> dict[str, object]:
+def user_entry(user: NatsUser) -> dict[str, object]:
+    """A user as `authorization.users` of the server's configuration takes it."""
     entry: dict[str, object] = {"user": user.name, "password": user.password}
     if user.publish is not None or user.subscribe is not None:
         entry["permissions"] = {

@@ -31,6 +31,7 @@ LOGIT_BIASES_MAX: Final = 300
 MODEL_CHARS_MAX: Final = 255
 CACHE_SALT_CHARS_MAX: Final = 128
 TOKENS_MAX: Final = 10_000_000
+TOKEN_ID_MAX: Final = 2**31 - 1
 
 
 class Treatment(StrEnum):
@@ -108,7 +109,7 @@ _Stop = str | Annotated[list[str], Meta(max_length=STOPS_MAX)] | None
 
 
 class Read(msgspec.Struct, frozen=True):
-    """Members that are acted upon, strictly typed: no number in quotes, no 1.0, no true for 1."""
+    """Members that are acted upon, strictly typed: no number in quotes, no true for 1."""
 
     model: Annotated[str, Meta(min_length=1, max_length=MODEL_CHARS_MAX)]
     stream: bool | None = None
@@ -149,6 +150,12 @@ _FLOATS: Final = frozenset(
     }
 )  # fmt: skip
 
+_INTEGERS: Final = frozenset(
+    {
+        "max_tokens", "max_completion_tokens", "min_tokens", "n", "best_of", "prompt_logprobs",
+    }
+)  # fmt: skip
+
 _index = msgspec.json.Decoder(dict[str, Raw]).decode
 _read = msgspec.json.Decoder(Read).decode
 _list_of_raw = msgspec.json.Decoder(list[Raw]).decode
@@ -160,6 +167,7 @@ _NOT_OPENING: Final = bytes(set(range(256)) - set(b"[{"))
 _BRACKETS: Final = b"[{"
 _ARRAY: Final = ord("[")
 _TEXT: Final = ord('"')
+_EMPTY_TEXT: Final = b'""'
 # An array of more bytes than this is not just blanks between brackets, or is the engine's to refuse.
 EMPTY_BYTES_MAX: Final = 256
 _PARAM = re.compile(r" - at `\$\.?([A-Za-z_]*)[^`]*`$")
@@ -342,7 +350,14 @@ def parse(raw: bytes, *, is_chat: bool) -> Body | Flaw:
     try:
         read = _read(_encode(small))
     except msgspec.ValidationError as error:
-        return _mistyped(str(error))
+        whole = _whole_numbers(small)
+        if not whole:
+            return _mistyped(str(error))
+        members |= whole
+        try:
+            read = _read(_encode(small | whole))
+        except msgspec.ValidationError as other:
+            return _mistyped(str(other))
     for name in small.keys() & _FLOATS:
         number = getattr(read, name)
         if number is not None and not math.isfinite(number):
@@ -354,6 +369,43 @@ def parse(raw: bytes, *, is_chat: bool) -> Body | Flaw:
     if flaw is None and (_has_many(raw, b"{") or _has_many(raw, b"[")):
         flaw = _check_structure(members) or _check_structure(left_out)
     return body if flaw is None else flaw
+
+
+_Token = Annotated[int, Meta(ge=0, le=TOKEN_ID_MAX)]
+
+
+class _Message(msgspec.Struct, frozen=True):
+    role: str
+    content: str | list[dict[str, Raw]] | None = None
+
+
+class _Parts(msgspec.Struct, frozen=True):
+    """Members that only engines look into, as far as all of them agree on their types."""
+
+    messages: list[_Message] = []
+    tools: list[dict[str, Raw]] | None = None
+    response_format: dict[str, Raw] | None = None
+    logprobs: bool | int | None = None
+    prompt: str | list[str | _Token | Annotated[list[_Token], Meta(min_length=1)]] = ""
+
+
+_parts = msgspec.json.Decoder(_Parts).decode
+
+
+def flaw_of_parts(body: Body) -> Flaw | None:
+    """What an engine would find wrong with the types of a body, for a call that no engine gets."""
+    small = {name: body.members[name] for name in _Parts.__struct_fields__ if name in body.members}
+    try:
+        parts = _parts(_encode(small))
+    except msgspec.ValidationError as error:
+        return _mistyped(str(error))
+    except RecursionError:
+        return _wrong(f"the body is nested deeper than {DEPTH_MAX} levels")
+    if body.is_chat and not isinstance(parts.logprobs, bool | None):
+        return _wrong("the member `logprobs` is not a boolean", "logprobs")
+    if isinstance(parts.prompt, list) and len({type(entry) for entry in parts.prompt}) > 1:
+        return _wrong("the member `prompt` mixes texts and token ids", "prompt")
+    return None
 
 
 def _read_chat(body: Body) -> Flaw | None:
@@ -397,8 +449,12 @@ def _read_completion(body: Body) -> Flaw | None:
         # An array of numbers is one prompt of token ids; one of texts or arrays is many prompts.
         if memoryview(entries[0])[0] in b'"[':
             prompts = len(entries)
+        if any(bytes(memoryview(entry)[:2]) == _EMPTY_TEXT for entry in entries):
+            return _wrong("the member `prompt` holds an empty text", "prompt")
     elif text[0] != _TEXT:
         return _wrong("the member `prompt` is neither text nor an array", "prompt")
+    elif bytes(text) == _EMPTY_TEXT:
+        return _wrong("the member `prompt` is empty", "prompt")
     body.sequences *= prompts
     if body.sequences > SEQUENCES_MAX:
         return _wrong(f"one call may have at most {SEQUENCES_MAX} answers", "prompt")
@@ -492,6 +548,16 @@ def _check_depth(name: str, value: Raw, depth_max: int) -> Flaw | None:
     if any(type(item) is dict or type(item) is list for item in level):
         return _wrong(f"the member `{name}` is nested deeper than {DEPTH_MAX} levels", name)
     return None
+
+
+def _whole_numbers(small: Mapping[str, Raw]) -> dict[str, Raw]:
+    """Members that count something and came as 1.0, which JSON takes for the same, as they should be."""
+    found = {}
+    for name in small.keys() & _INTEGERS:
+        value = _decode(small[name])
+        if isinstance(value, float) and value.is_integer():
+            found[name] = Raw(b"%d" % int(value))
+    return found
 
 
 def _mistyped(message: str) -> Flaw:

@@ -35,7 +35,7 @@ from controlplane.gateway.upstream import (
 )
 from controlplane.runtime.call import Call, Ticket, monotonic_ms
 from controlplane.telemetry.metrics import Metrics
-from controlplane.telemetry.tracing import Stage, TraceContext, Tracing
+from controlplane.telemetry.tracing import CallRecord, Leg, TraceContext, Tracing, leg_span_id
 from controlplane.wire.openai import Answer, Detokenized
 from controlplane.wire.outcomes import OUTCOMES, envelope, error_response, stream_error_event
 from dataplane.protocol.messages import Feature
@@ -52,6 +52,9 @@ SILENCE_S_MAX: Final = 60.0
 WHOLE_S_MAX: Final = 600.0
 # How soon a busy engine is worth asking again when it does not say: telemetry is younger by then.
 BACKPRESSURE_RETRY_MS: Final = 1_000
+# Statuses of engines that mean the same to a client; any other one of 4xx is told as the first.
+BAD_REQUEST: Final = 400
+CLIENT_STATUSES: Final = frozenset({BAD_REQUEST, 404, 413, 422})
 # Bytes per token of an answer that came without usage.
 BYTES_PER_TOKEN: Final = 4
 
@@ -68,6 +71,9 @@ HAND_OVER_S_MAX: Final = 2.0
 _EVENT_STREAM: Final = b"text/event-stream"
 _HELD_KV: Final = b'"kv_transfer_params":{'
 _ABORT: Final = "abort"
+# vLLM's words for a prompt and an answer that do not fit its context window together.
+_TOO_LONG: Final = "maximum context length"
+_FAILURES: Final = frozenset({RequestState.FAILED, RequestState.EXPIRED})
 _LENGTH: Final = "length"
 
 _answer = msgspec.json.Decoder(Answer).decode
@@ -101,10 +107,10 @@ class Exchange:
     """Serves one ticket. `run` raises nothing but a cancellation that the client did not cause."""
 
     __slots__ = (
-        "_asked", "_attempt_stages", "_body", "_cached_by_prefill", "_call", "_extra_head", "_gate",
+        "_admitted_ms", "_asked", "_body", "_cached_by_prefill", "_call", "_extra_head", "_gaps", "_gate",
         "_giver", "_has_engine_worked", "_held", "_is_at_limit", "_is_client_gone", "_is_head_sent", "_is_left",
-        "_is_moved", "_is_started", "_last_token_ms", "_lost_ms", "_metrics", "_path", "_reason", "_resume",
-        "_send", "_tap", "_ticket", "_trace", "_tracing", "_ttft_ms", "_upstream", "_usage",
+        "_is_moved", "_is_started", "_last_token_ms", "_legs", "_lost_ms", "_metrics", "_path", "_reason", "_resume",
+        "_send", "_span_id", "_status", "_tap", "_ticket", "_trace", "_tracing", "_ttft_ms", "_upstream", "_usage",
         "has_answered", "state",
     )  # fmt: skip
 
@@ -121,6 +127,7 @@ class Exchange:
         path: bytes,
         send: Send,
         trace: TraceContext | None,
+        admitted_ms: float,
         is_client_gone: Callable[[], bool],
         is_head_sent: bool = False,
         extra_head: Lines | None = None,
@@ -152,9 +159,15 @@ class Exchange:
         self._is_started = False
         self._is_at_limit = False
         self._has_engine_worked = False
-        # The engine call that is under way: its row, leg and start.
-        self._asked: tuple[EngineRow, str, float] | None = None
-        self._attempt_stages: list[Stage] = []
+        # The engine call that is under way: its row, leg, address and start.
+        self._asked: tuple[EngineRow, str, Address, float] | None = None
+        # Engine calls that have ended, the span that engines are told for the one under way, and the times
+        # without an engine: what a trace is made of later.
+        self._legs: list[Leg] = []
+        self._span_id = 0
+        self._gaps: list[tuple[str, float, float]] = []
+        self._admitted_ms = admitted_ms
+        self._status = legs.OK
         self._tap: Tap | None = None
         self._cached_by_prefill: int | None = None
         # KV of an attempt whose decode engine could not be reached.
@@ -197,7 +210,10 @@ class Exchange:
             self._metrics.disconnects.add(model)
         except Exception:
             # The outermost frame of a call: a mistake of ours ends this call only.
-            log.exception("call %s failed on an unexpected error", self._ticket.id)
+            trace = None if self._trace is None else f"{self._trace.trace_id:032x}"
+            log.exception(
+                "call_failed", extra={"fields": {"request": self._ticket.id, "trace": trace}}
+            )
             self.state, self._reason = RequestState.FAILED, Reason.INTERNAL_ERROR
             await self._refuse(Refuse(Reason.INTERNAL_ERROR, "an unexpected error; it is logged"))
         finally:
@@ -293,28 +309,26 @@ class Exchange:
         if self._is_moved:
             assert resume is not None
             leg = str(resume.resume_class)
-            headers = self._engine_headers(None)
-            failure = await self._make_sure(resume, row, headers)
+            failure = await self._make_sure(resume, row)
             if failure is not None:
                 return failure
             tokens = sum(resume.counted() or ())
             path, engine_body = resume.next_request(path, cache_salt)
             held = await self._hand_over(tokens, path, engine_body)
             if held is not None:
-                headers = self._engine_headers(held.request_id)
                 engine_body = with_transfer(engine_body, held.transfer)
         else:
             if resume is not None and Feature.TOKEN_IDS in row.lacks:
                 resume.go_without_ids()
             held = await self._prefill()
             leg = "whole" if held is None else "decode"
-            headers = self._engine_headers(None if held is None else held.request_id)
             engine_body = body.for_engine(
                 ticket.completion_tokens_max,
                 cache_salt,
                 None if held is None else held.transfer,
                 NOTHING_MORE if resume is None else resume.engine_members,
             )
+        headers = self._engine_headers(None if held is None else held.request_id)
         is_fetching_kv = held is not None and held.is_fetched
         first_token_s_max = legs.FETCH_S_MAX if is_fetching_kv else FIRST_TOKEN_S_MAX
         self._begin(row, leg)
@@ -339,9 +353,10 @@ class Exchange:
             return await self._relay(row, connection, is_fetching_kv=is_fetching_kv)
         return await self._answer_whole(row, connection)
 
-    async def _make_sure(self, resume: Resume, row: EngineRow, headers: bytes) -> Failure | None:
+    async def _make_sure(self, resume: Resume, row: EngineRow) -> Failure | None:
         """Ask how far the text of the last tokens was heard, where a stream can not tell."""
         for strand in resume.unsure():
+            headers = self._engine_headers(None)
             self._begin(row, "detokenize")
             for _ in range(HELD_TOKENS_MAX):
                 body = _encode({"model": self._ticket.model.name, "tokens": strand.unsure})
@@ -386,7 +401,7 @@ class Exchange:
             left_s = None
             if self._call.deadline_ms is not None:
                 left_s = self._deadline_ms() / 1000.0 - now_s
-            self._begin(row, "prefill")
+            self._begin(row, "prefill", ticket.prefill_url)
             filled = await legs.prefill(
                 self._upstream,
                 row,
@@ -422,7 +437,7 @@ class Exchange:
         ticket = self._ticket
         if tokens - ticket.placement.cached_tokens >= HAND_OVER_TOKENS_MIN:
             request_id = legs.id_of_attempt(ticket.id, ticket.attempt)
-            self._begin(giver.row, "hand_over")
+            self._begin(giver.row, "hand_over", giver.address)
             filled = await legs.prefill(
                 self._upstream,
                 giver.row,
@@ -465,9 +480,11 @@ class Exchange:
             self._ended(outcome, detail, retry_after_ms)
             return Failure(row, outcome, detail, status, retry_after_ms)
         self._ended(outcome, f"status {status}")
-        self.state, self._reason = RequestState.FAILED, Reason.INVALID_REQUEST
+        reason, body = _client_error(answer)
+        self.state, self._reason = RequestState.FAILED, reason
         self._usage = usage.NOTHING_USED
-        await self._send_whole(status, _client_error_body(answer), is_error=True)
+        told = status if status in CLIENT_STATUSES else BAD_REQUEST
+        await self._send_whole(told, body, reason)
         return None
 
     # ------------------------------------------------------------ answers
@@ -585,7 +602,9 @@ class Exchange:
         resume = self._resume
         assert resume is not None
         label = str(resume.resume_class)
-        gap_ms, self._lost_ms = monotonic_ms() - self._lost_ms, 0.0
+        now_ms = monotonic_ms()
+        self._gaps.append((label, self._lost_ms, now_ms))
+        gap_ms, self._lost_ms = now_ms - self._lost_ms, 0.0
         self._metrics.stream_resumes.add((label, "resumed"))
         self._metrics.resume_gap.observe(gap_ms / 1000.0, (label,))
         self._metrics.resume_tokens.add((label,), resume.take_repeated())
@@ -655,8 +674,9 @@ class Exchange:
 
     # ------------------------------------------------------------ failing
 
-    def _begin(self, row: EngineRow, leg: str) -> None:
-        self._asked = (row, leg, monotonic_ms() if self._trace is not None else 0.0)
+    def _begin(self, row: EngineRow, leg: str, address: Address | None = None) -> None:
+        """`address` is by default that of the engine which is to answer."""
+        self._asked = (row, leg, address or self._ticket.decode_url, monotonic_ms())
 
     def _ended(
         self, outcome: AttemptOutcome, detail: str = "", retry_after_ms: int | None = None
@@ -666,18 +686,22 @@ class Exchange:
         if asked is None:
             return
         self._asked = None
-        row, leg, started_ms = asked
+        row, leg, address, started_ms = asked
         self._gate.attempted(self._ticket, row, leg, outcome, detail, retry_after_ms)
-        if self._trace is not None:
-            self._attempt_stages.append(
-                Stage(
-                    f"engine {leg}",
-                    started_ms,
-                    monotonic_ms(),
-                    {"headway.engine": row.engine_id, "headway.outcome": str(outcome)},
-                    is_error=outcome is not AttemptOutcome.OK,
-                )
+        self._legs.append(
+            Leg(
+                name=leg,
+                engine=row.engine_id,
+                host=address[0],
+                port=address[1],
+                span_id=self._span_id,
+                start_ms=started_ms,
+                end_ms=monotonic_ms(),
+                outcome=outcome,
+                is_ok=outcome is AttemptOutcome.OK,
+                detail=detail,
             )
+        )
 
     def _failed(self, row: EngineRow, outcome: AttemptOutcome, detail: str) -> Failure:
         self._ended(outcome, detail)
@@ -733,6 +757,7 @@ class Exchange:
             refuse = Refuse(Reason.NO_CAPACITY, refuse.detail, BACKPRESSURE_RETRY_MS)
         self._is_head_sent = True
         status, headers, body = error_response(refuse, self._ticket.id)
+        self._status = status
         await self._send(
             {
                 "type": "http.response.start",
@@ -756,20 +781,22 @@ class Exchange:
             await self._send({"type": "http.response.start", "status": legs.OK, "headers": headers})
         await self._send({"type": "http.response.body", "body": piece, "more_body": not is_last})
 
-    async def _send_whole(self, status: int, body: bytes, *, is_error: bool = False) -> None:
+    async def _send_whole(self, status: int, body: bytes, reason: Reason | None = None) -> None:
+        """`reason`: it is a refusal of the engine's, and why."""
         if self._is_head_sent:
             # A stream that was opened while it waited, and that the engine refused.
             await self._send_last(b"data: " + msgspec.json.format(body, indent=-1) + b"\n\n")
             return
         self._is_head_sent = True
+        self._status = status
         headers = [
             (b"content-type", b"application/json"),
             (b"content-length", b"%d" % len(body)),
             *self._head(),
         ]
-        if is_error:
+        if reason is not None:
             headers.append((b"x-should-retry", b"false"))
-            headers.append((b"x-headway-reason", str(Reason.INVALID_REQUEST).encode()))
+            headers.append((b"x-headway-reason", reason.encode()))
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
@@ -800,8 +827,9 @@ class Exchange:
         # could not be told apart by it.
         if self._body.sequences == (self._body.read.n or 1):
             lines += b"x-session-id: %s\r\n" % self._ticket.id.encode()
+        self._span_id = leg_span_id(self._ticket.id, len(self._legs))
         if self._trace is not None:
-            lines += b"traceparent: %s\r\n" % self._trace.traceparent()
+            lines += b"traceparent: %s\r\n" % self._trace.traceparent(self._span_id)
         return lines
 
     # ------------------------------------------------------------ time and settlement
@@ -843,30 +871,49 @@ class Exchange:
         self._gate.settle(self._ticket, state, used, reason, ttft_ms, tpot_ms, e2e_ms)
         count_answer(
             self._metrics, self._call, self._ticket.model.name, state, reason or "", used, ttft_ms,
-            tpot_ms, e2e_ms,
+            tpot_ms, e2e_ms, "" if self._trace is None else self._trace.exemplar,
         )  # fmt: skip
-        if self._trace is not None and self._tracing is not None:
-            self._tracing.finish(
-                self._trace, self._root_stage(used, e2e_ms), tuple(self._attempt_stages)
-            )
+        if self._tracing is not None and self._tracing.why(
+            self._trace,
+            is_failure=state in _FAILURES,
+            is_resumed=bool(self._gaps),
+            e2e_ms=e2e_ms,
+            ttft_ms=ttft_ms,
+        ):
+            self._tracing.ended(self._record(used, now_ms))
 
-    def _root_stage(self, used: Usage, e2e_ms: float) -> Stage:
-        call = self._call
-        return Stage(
-            f"{call.endpoint} {self._ticket.model.name}",
-            call.received_ms,
-            call.received_ms + e2e_ms,
-            {
-                "gen_ai.operation.name": call.endpoint,
-                "gen_ai.request.model": self._ticket.model.name,
-                "gen_ai.usage.input_tokens": used.prompt_tokens,
-                "gen_ai.usage.output_tokens": used.completion_tokens,
-                "headway.request": self._ticket.id,
-                "headway.outcome": str(self.state),
-                "headway.attempts": self._ticket.attempt + 1,
-                "headway.resumes": 0 if self._resume is None else self._resume.resumes,
-            },
-            is_error=self.state is RequestState.FAILED,
+    def _record(self, used: Usage, ended_ms: float) -> CallRecord:
+        call, ticket = self._call, self._ticket
+        return CallRecord(
+            request_id=ticket.id,
+            context=self._trace,
+            endpoint=call.endpoint,
+            model_asked=call.model,
+            model=ticket.model.name,
+            tenant_class=call.principal.tenant.tenant_class,
+            workflow=call.workflow,
+            step=call.step,
+            is_stream=call.is_stream,
+            received_ms=call.received_ms,
+            admitted_ms=self._admitted_ms,
+            queue_ms=ticket.queue_ms,
+            ended_ms=ended_ms,
+            settled_ms=monotonic_ms(),
+            ttft_ms=self._ttft_ms,
+            state=self.state,
+            reason=self._reason or "",
+            rule=ticket.rule,
+            status=self._status,
+            is_failure=self.state in _FAILURES,
+            attempts=ticket.attempt + 1,
+            legs=tuple(self._legs),
+            gaps=tuple(self._gaps),
+            completion_tokens_max=ticket.completion_tokens_max,
+            choices=ticket.n,
+            temperature=self._body.read.temperature,
+            prompt_tokens=used.prompt_tokens,
+            cached_tokens=used.cached_tokens,
+            completion_tokens=used.completion_tokens,
         )
 
 
@@ -891,18 +938,22 @@ def _outcome_of(tap: Tap) -> AttemptOutcome:
     return AttemptOutcome.BROKEN_STREAM
 
 
-def _client_error_body(answer: bytes) -> bytes:
-    """An engine's 4xx body: unchanged when it is an error envelope, else put into one."""
-    words = "the engine refused the request"
+def _client_error(answer: bytes) -> tuple[Reason, bytes]:
+    """An engine's 4xx body as an envelope like any other: its words and the member it blames, our code."""
+    words, param = "the engine refused the request", None
     try:
         members = _index(answer)
-        if bytes(members.get("error", b"")).startswith(b"{"):
-            return answer
+        inner = members.get("error")
+        if inner is not None and bytes(inner).startswith(b"{"):
+            members = _index(inner)
+            blamed = members.get("param")
+            param = None if blamed is None else msgspec.json.decode(blamed)
         message = members.get("message") or members.get("detail")
         if message is not None:
             decoded = msgspec.json.decode(message)
             words = decoded if isinstance(decoded, str) else bytes(message).decode()
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         pass
-    error_type = OUTCOMES[Reason.INVALID_REQUEST].error_type
-    return _encode(envelope(words, error_type, None, Reason.INVALID_REQUEST))
+    reason = Reason.CONTEXT_LENGTH_EXCEEDED if _TOO_LONG in words else Reason.INVALID_REQUEST
+    param = param if isinstance(param, str) else None
+    return reason, _encode(envelope(words, OUTCOMES[reason].error_type, param, reason))

@@ -33,7 +33,7 @@ from controlplane.gateway.upstream import Upstream
 from controlplane.runtime.call import Call, monotonic_ms
 from controlplane.runtime.idempotency import Idempotency
 from controlplane.telemetry.metrics import Metrics
-from controlplane.telemetry.tracing import Tracing
+from controlplane.telemetry.tracing import CallRecord, Kept, Tracing
 from controlplane.wire.openai import model_body, model_list_body
 from controlplane.wire.outcomes import error_response, stream_error_event
 from policies.evaluate import Terms
@@ -128,25 +128,27 @@ class HotPath:
         headers = hints.wanted(scope["headers"])
         principal = await self._authenticate(headers)
         if isinstance(principal, Refuse):
-            await self._refuse(send, None, Flaw(principal, None))
+            await self._refuse(
+                send, None, Flaw(principal, None), traceparent=headers.get(hints.TRACEPARENT)
+            )
             return
         try:
             raw = await _read_body(receive, headers)
         except _ClientGone:
             return
         if isinstance(raw, Flaw):
-            await self._refuse(send, None, raw)
+            await self._refuse(send, None, raw, traceparent=headers.get(hints.TRACEPARENT))
             return
         is_chat = endpoint == "chat"
         body = bodies.parse(raw, is_chat=is_chat)
         if isinstance(body, Flaw):
-            await self._refuse(send, None, body)
+            await self._refuse(send, None, body, traceparent=headers.get(hints.TRACEPARENT))
             return
         if body.left_out:
             self._count_left_out(body)
         said = hints.read(headers, body.left_out)
         if isinstance(said, Flaw):
-            await self._refuse(send, None, said)
+            await self._refuse(send, None, said, traceparent=headers.get(hints.TRACEPARENT))
             return
         call = _call_of(principal, endpoint, body, said, received_ms)
         path = scope["path"].encode()
@@ -201,8 +203,11 @@ class HotPath:
             if heartbeat is not None:
                 heartbeat.stop()
         if isinstance(ticket, Refuse):
-            await self._refuse(send, call, Flaw(ticket, None), heartbeat=heartbeat)
+            await self._refuse(
+                send, call, Flaw(ticket, None), heartbeat=heartbeat, traceparent=job.traceparent
+            )
             return None
+        admitted_ms = monotonic_ms()
         tracing = self._tracing
         exchange = Exchange(
             self._gate,
@@ -215,6 +220,7 @@ class HotPath:
             path=job.path,
             send=send,
             trace=None if tracing is None else tracing.context(ticket.id, job.traceparent),
+            admitted_ms=admitted_ms,
             is_client_gone=_never if link is None else link.has_gone,
             is_head_sent=heartbeat is not None and heartbeat.is_open,
             extra_head=extra_head,
@@ -243,7 +249,7 @@ class HotPath:
         call, used = job.call, stored.usage
         ticket = await self._gate.admit_cached(call, used)
         if isinstance(ticket, Refuse):
-            await self._refuse(send, call, Flaw(ticket, None))
+            await self._refuse(send, call, Flaw(ticket, None), traceparent=job.traceparent)
             return False
         now_ms = monotonic_ms()
         e2e_ms = now_ms - call.received_ms
@@ -274,7 +280,7 @@ class HotPath:
 
         known = await self._once.run(call, request_id, job.body, send, serve)
         if isinstance(known, Refuse):
-            await self._refuse(send, call, Flaw(known, None))
+            await self._refuse(send, call, Flaw(known, None), traceparent=job.traceparent)
         elif known is not None:
             self._metrics.requests.add(
                 (call.endpoint, self._model_label(call), call.principal.tenant.tenant_class,
@@ -286,6 +292,10 @@ class HotPath:
 
     async def _dry_run(self, job: Job, send: Send) -> None:
         """What would be decided; nothing is reserved, asked or charged."""
+        flaw = bodies.flaw_of_parts(job.body)
+        if flaw is not None:
+            await self._refuse(send, job.call, flaw, traceparent=job.traceparent)
+            return
         decided = await self._gate.dry_run(job.call)
         ids = id_lines(self._gate.new_id())
         await _send_json(send, decided, (*ids, (b"x-headway-dry-run", b"true")))
@@ -348,10 +358,15 @@ class HotPath:
         *,
         extra: tuple[tuple[bytes, bytes], ...] = (),
         heartbeat: Heartbeat | None = None,
+        traceparent: bytes | None = None,
     ) -> None:
         refuse = flaw.refuse
         decision = self._gate.refused(call, refuse)
         status, headers, body = error_response(refuse, decision, flaw.param)
+        if self._tracing is not None:
+            self._tracing.ended(
+                self._record_of_refusal(call, refuse, decision, status, traceparent)
+            )
         sent = [(name.encode(), value.encode()) for name, value in headers]
         sent.append((b"content-length", b"%d" % len(body)))
         sent += extra
@@ -368,6 +383,53 @@ class HotPath:
             return
         await send({"type": "http.response.start", "status": status, "headers": sent})
         await send({"type": "http.response.body", "body": body, "more_body": False})
+
+    def _record_of_refusal(
+        self,
+        call: Call | None,
+        refuse: Refuse,
+        request_id: str,
+        status: int,
+        traceparent: bytes | None,
+    ) -> CallRecord:
+        """`call` None: it was not understood, and what it was about is not known."""
+        assert self._tracing is not None
+        now_ms = monotonic_ms()
+        model = "" if call is None else self._model_label(call)
+        return CallRecord(
+            request_id=request_id,
+            context=self._tracing.context(request_id, traceparent),
+            endpoint="" if call is None else call.endpoint,
+            model_asked=model,
+            model=model,
+            tenant_class="" if call is None else call.principal.tenant.tenant_class,
+            # One that does not exist is the client's text.
+            workflow=None
+            if call is None or refuse.reason is Reason.WORKFLOW_NOT_FOUND
+            else call.workflow,
+            step=None if call is None else call.step,
+            is_stream=call is not None and call.is_stream,
+            received_ms=now_ms if call is None else call.received_ms,
+            admitted_ms=None,
+            queue_ms=0.0,
+            ended_ms=now_ms,
+            settled_ms=now_ms,
+            ttft_ms=None,
+            state=Kept.REFUSED,
+            reason=refuse.reason,
+            rule=refuse.rule,
+            status=status,
+            is_failure=False,
+            attempts=0,
+            legs=(),
+            gaps=(),
+            completion_tokens_max=None if call is None else call.completion_tokens_max,
+            choices=1 if call is None else call.n,
+            temperature=None,
+            prompt_tokens=0,
+            cached_tokens=0,
+            completion_tokens=0,
+        )
 
     def _model_label(self, call: Call) -> str:
         """A name that is not in the catalogue is the client's text, and no label."""

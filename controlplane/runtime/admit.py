@@ -5,7 +5,7 @@ and who has to wait.
 """
 
 import asyncio
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final, Protocol
 
@@ -49,6 +49,9 @@ _UNREADABLE: Final = Refuse(
 _NOTHING_USED: Final = Usage(0, 0, 0, is_estimated=False)
 
 
+def _deaf(_: object) -> None: ...
+
+
 class Observer(Protocol):
     """What the gate tells the counters. Implementations add integers, nothing more."""
 
@@ -56,6 +59,18 @@ class Observer(Protocol):
     def settled(
         self, ticket: Ticket, state: RequestState, usage: Usage, charged_micro_usd: int
     ) -> None: ...
+    def measured(
+        self,
+        ticket: Ticket,
+        state: RequestState,
+        reason: Reason | None,
+        charged_micro_usd: int,
+        *,
+        ttft_ms: float | None,
+        tpot_ms: float | None,
+        e2e_ms: float,
+    ) -> None: ...
+    def first_token(self, model: str, predicted_ms: float, actual_ms: float) -> None: ...
     def refused(self, call: Call | None, refuse: Refuse) -> None: ...
     def attempted(self, leg: str, outcome: AttemptOutcome) -> None: ...
     def retried(self, *, is_allowed: bool) -> None: ...
@@ -112,6 +127,8 @@ class Gate:
         )
         self.in_flight = self._books.in_flight
         self.is_draining = False
+        # Told of each workflow that was ended here, perhaps more than once.
+        self.on_workflow_ended: Callable[[WorkflowId], None] = _deaf
         intake.view = self._view
         pump.place = self._place_waiting
         pump.is_idle = lambda model: self.desk.is_idle(model, monotonic_ms())
@@ -506,6 +523,9 @@ class Gate:
 
     def first_token(self, ticket: Ticket, ttft_ms: float) -> None:
         """Engine's first token, `ttft_ms` after the placement was decided."""
+        if not ticket.is_first_token_seen:
+            predicted_ms = ticket.placement.ttft_ms_predicted
+            self._observer.first_token(ticket.model.name, predicted_ms, ttft_ms)
         self.desk.first_token(ticket, ttft_ms, monotonic_ms())
 
     def may_continue(self, ticket: Ticket, completion_tokens: int) -> Refuse | None:
@@ -550,6 +570,9 @@ class Gate:
         cost = self._cost(ticket, usage)
         charged = self._books.close(ticket, state, reason, usage, cost, ttft_ms, tpot_ms, e2e_ms)
         self._observer.settled(ticket, state, usage, charged)
+        self._observer.measured(
+            ticket, state, reason, charged, ttft_ms=ttft_ms, tpot_ms=tpot_ms, e2e_ms=e2e_ms
+        )
         self.pump.offer()
 
     def refused(self, call: Call | None, refuse: Refuse) -> str:
@@ -564,8 +587,9 @@ class Gate:
         return None if ticket is None else self.pump.place_of(ticket)
 
     def workflow_ended(self, workflow: WorkflowId) -> None:
-        """A workflow has ended, by its tenant's word: what was promised to it is free."""
+        """A workflow has ended: what was promised to it is free."""
         self.desk.workflow_ended(workflow, monotonic_ms())
+        self.on_workflow_ended(workflow)
 
     # ------------------------------------------------------------ upkeep
 
@@ -613,6 +637,11 @@ class Gate:
             e2e_ms = monotonic_ms() - ticket.call.received_ms
             self._books.close(ticket, state, reason, _NOTHING_USED, 0, None, None, e2e_ms)
             self._observer.settled(ticket, state, _NOTHING_USED, 0)
+            if state is RequestState.CANCELLED:
+                # A refusal is counted when it is told.
+                self._observer.measured(
+                    ticket, state, reason, 0, ttft_ms=None, tpot_ms=None, e2e_ms=e2e_ms
+                )
             return
         self._books.give_back(ticket)
         self._books.unrate(ticket)

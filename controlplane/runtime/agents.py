@@ -65,6 +65,8 @@ class Agents:
 
     async def _rejoin(self) -> None:
         self._fleet.grace(monotonic_ms())
+        # The bus may have come back without its store: each hello makes its node's consumer once more.
+        self._declared.clear()
         try:
             await self._bus.ensure_command_stream()
         except BusUnavailable as error:
@@ -108,7 +110,12 @@ class Agents:
 
     async def _on_beat(self, subject: str, data: bytes) -> None:
         message = _understood(subject, data, Beat)
-        if message is not None and not self._fleet.beat(message, monotonic_ms()):
+        if message is None:
+            return
+        is_known = self._fleet.beat(message, monotonic_ms())
+        # What a node's last hello said could not be recorded, or the bus has lost its queue since.
+        is_recorded = message.node_id in self._declared
+        if not is_known or (not is_recorded and NodeId(message.node_id) in self._fleet.nodes):
             await self.roll_call()
 
     def _on_bye(self, subject: str, data: bytes) -> None:

@@ -7,18 +7,24 @@ from datetime import UTC, datetime
 from typing import Final
 
 from controlplane.admission.budget import Hold, Unit
-from controlplane.domain.decision import Reason, Refuse
+from controlplane.domain.decision import Hurdle, Quantity, Reason, Refuse
 from controlplane.domain.outcome import RequestState, Usage
 from controlplane.runtime.accounts import Accounts
 from controlplane.runtime.call import Ticket, monotonic_ms
 from controlplane.runtime.intake import Intake
-from controlplane.runtime.rate_limits import Limited, RateLimits
+from controlplane.runtime.rate_limits import Limit, Limited, RateLimits
 from controlplane.runtime.workflow_state import WorkflowEntry, WorkflowStates
 from controlplane.store.journal import Journal, OpenedRow, SettledRow
 
 # A stream's hold grows by this part of itself, and by no less than these tokens.
 EXTEND_DIVISOR: Final = 4
 EXTEND_TOKENS_MIN: Final = 64
+
+_LIMITED: Final = {
+    Limit.REQUESTS: Quantity.REQUESTS_PER_MINUTE,
+    Limit.TOKENS: Quantity.TOKENS_PER_MINUTE,
+    Limit.CALLS_IN_FLIGHT: Quantity.CALLS_IN_FLIGHT,
+}
 
 
 class Books:
@@ -51,7 +57,16 @@ class Books:
         tokens = request.prompt_tokens + request.completion_tokens_expected
         taken = self._rates.take(principal, ticket.terms.limits, tokens, now_ms)
         if isinstance(taken, Limited):
-            return Refuse(Reason.RATE_LIMITED, taken.detail, taken.retry_after_ms)
+            return Refuse(
+                Reason.RATE_LIMITED,
+                taken.detail,
+                taken.retry_after_ms,
+                hurdles=(
+                    Hurdle(
+                        _LIMITED[taken.which], float(taken.limit), taken.limit + 1.0, taken.scope
+                    ),
+                ),
+            )
         ticket.grant = taken
         ticket.rate_headers = self._rates.headers(taken, now_ms)
         return None
@@ -183,4 +198,13 @@ def _no_money(hold: Hold) -> Refuse:
         Reason.INSUFFICIENT_QUOTA,
         f"{whose} does not cover the {amount} that this call may cost; lower its token limit or ask"
         " the operator for more",
+        hurdles=(
+            Hurdle(
+                Quantity.MICRO_USD if hold.unit is Unit.MICRO_USD else Quantity.TOKENS,
+                # What the account has left is the database's to say: this replica holds a slice of it.
+                there=None,
+                needed=float(hold.amount),
+                of=hold.budget_id,
+            ),
+        ),
     )

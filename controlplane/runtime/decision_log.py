@@ -5,7 +5,7 @@ for refusals and the sampled share, which are written to Postgres with their ful
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
@@ -34,6 +34,8 @@ SAMPLE_ONE_IN = 32
 RECORDS_PENDING_MAX = 1_000
 # Full records worked out in one sweep; what is sampled beyond that is written without one.
 RECORDS_PER_SWEEP_MAX = 8
+# Once in so many sweeps the latest placement is explained to who listens, whatever is sampled.
+SWEEPS_PER_LATEST = 8
 
 
 class Decided(NamedTuple):
@@ -54,6 +56,9 @@ class Decided(NamedTuple):
     revision: str
 
 
+def _deaf(_: object) -> None: ...
+
+
 class DecisionLog:
     def __init__(self, fleet: FleetState, journal: Journal, replica_id: str) -> None:
         self._fleet = fleet
@@ -61,6 +66,10 @@ class DecisionLog:
         self._replica_id = replica_id
         self._kept: OrderedDict[str, Decided] = OrderedDict()
         self._pending: deque[Decided] = deque()
+        self._latest: Decided | None = None
+        self._sweeps = 0
+        # Told of each explanation that is worked out here, and of that of a placement now and then.
+        self.on_explained: Callable[[Explanation], None] = _deaf
 
     def record(
         self,
@@ -88,6 +97,8 @@ class DecisionLog:
         self._kept[request.id] = decided
         if len(self._kept) > DECISIONS_KEPT:
             self._kept.popitem(last=False)
+        if isinstance(decision, Admit):
+            self._latest = decided
         is_recorded = isinstance(decision, Refuse) or _is_sampled(request)
         if is_recorded and len(self._pending) < RECORDS_PENDING_MAX:
             self._pending.append(decided)
@@ -96,13 +107,26 @@ class DecisionLog:
 
     def write_records(self) -> None:
         """Work out and journal the full records that wait, off the request path."""
+        self._sweeps += 1
+        if self._sweeps % SWEEPS_PER_LATEST == 0:
+            self._tell_latest()
         budget = RECORDS_PER_SWEEP_MAX
         while self._pending:
             decided = self._pending.popleft()
             explanation = self._explain(decided) if budget > 0 else None
             budget -= 1
-            record = None if explanation is None else _as_json(explanation, decided)
+            if explanation is None:
+                record = _brief(decided)
+            else:
+                self.on_explained(explanation)
+                record = _as_json(explanation, decided)
             self._journal.decided(self._row(decided, record))
+
+    def _tell_latest(self) -> None:
+        latest, self._latest = self._latest, None
+        explanation = None if latest is None else self._explain(latest)
+        if explanation is not None:
+            self.on_explained(explanation)
 
     def explain(self, request_id: str) -> Explanation | None:
         """The candidates of a decision still remembered here, or None."""
@@ -178,7 +202,45 @@ def _as_json(explanation: Explanation, decided: Decided) -> dict[str, Any]:
         "audited": ruling.audited,
         "annotations": dict(ruling.annotations),
     }
+    if isinstance(decided.decision, Refuse):
+        record["refusal"] = _refusal(decided.decision)
     return record
+
+
+def _brief(decided: Decided) -> dict[str, Any] | None:
+    """A refusal whose candidates nobody had time to work out: its words and numbers; None of others."""
+    refuse = decided.decision
+    if not isinstance(refuse, Refuse):
+        return None
+    words = f"{refuse.detail}; its candidates were not worked out: too many were refused at once."
+    return {
+        "request_id": decided.request.id,
+        "model": decided.request.model,
+        "candidates": [],
+        "winner": None,
+        "runner_up": None,
+        "reason": str(refuse.reason),
+        "sentence": words,
+        "refusal": _refusal(refuse),
+    }
+
+
+def _refusal(refuse: Refuse) -> dict[str, Any]:
+    """What the client was told, and the numbers that kept it out."""
+    return {
+        "detail": refuse.detail,
+        "retry_after_ms": refuse.retry_after_ms,
+        "is_final": refuse.is_final,
+        "hurdles": [
+            {
+                "quantity": str(hurdle.quantity),
+                "there": None if hurdle.there is None else _finite(hurdle.there),
+                "needed": _finite(hurdle.needed),
+                "of": hurdle.of,
+            }
+            for hurdle in refuse.hurdles
+        ],
+    }
 
 
 def _finite(value: float) -> float | None:

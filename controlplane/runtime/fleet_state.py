@@ -531,6 +531,10 @@ class FleetState:
         for node in self.nodes.values():
             node.heard_ms = now_ms
 
+    def unknown_nodes(self) -> list[str]:
+        """Nodes whose agents introduced themselves and which nobody declared, by id."""
+        return sorted(self._unknown_nodes)
+
     def heard_since(self, instant_ms: float) -> list[NodeId]:
         return [node.id for node in self.nodes.values() if node.heard_ms >= instant_ms]
 

@@ -19,6 +19,7 @@ from controlplane.runtime.fleet_state import FleetState
 from controlplane.runtime.policy_state import POLICY_INTERVAL_S
 from controlplane.runtime.principals import Principals
 from controlplane.store import breakers, budgets, catalog, commands, leadership, reaper, replicas
+from controlplane.store.reaper import ReapSummary
 from dataplane.protocol.messages import Command, encode
 
 log = logging.getLogger(__name__)
@@ -67,6 +68,9 @@ async def every(
                 await asyncio.sleep(NUDGE_GAP_S)
         # Before the pass and not after it: what changes meanwhile is seen by another one.
         woken.clear()
+
+
+def _deaf(_: object) -> None: ...
 
 
 class Leadership:
@@ -120,6 +124,8 @@ class Loops:
         self._replica_id = replica_id
         self._replica_ttl_s = replica_ttl_s
         self._node_silence_ms_max = node_silence_ms_max
+        # Told of each pass that ended what others had left open.
+        self.on_reaped: Callable[[ReapSummary], None] = _deaf
 
     def all(self) -> list[Coroutine[None, None, None]]:
         policies = self._gate.policies
@@ -164,13 +170,14 @@ class Loops:
 
     async def _reap(self) -> None:
         summary = await reaper.reap(self._engine, self._replica_ttl_s, self._replica_id)
+        self.on_reaped(summary)
         if summary.requests_lost or summary.workflows_expired:
             log.info(
                 "reaped",
                 extra={
                     "fields": {
                         "requests_lost": summary.requests_lost,
-                        "workflows_expired": summary.workflows_expired,
+                        "workflows_expired": len(summary.workflows_expired),
                     }
                 },
             )

@@ -167,10 +167,10 @@ def watch(metrics: Metrics, view: PlanView) -> None:
     metrics.desired_engines.watch(lambda: _engines(view.plan))
     metrics.desired_nodes.watch(lambda: _nodes(view.plan))
     metrics.pool_kv_shadow_price.watch(
-        lambda: _pools(view.prices, lambda pool: pool.micro_usd_per_kv_token_s)
+        lambda: _pools(view, lambda pool: pool.micro_usd_per_kv_token_s)
     )
     metrics.pool_gpu_shadow_price.watch(
-        lambda: _pools(view.prices, lambda pool: pool.micro_usd_per_gpu_ms * MS_PER_S)
+        lambda: _pools(view, lambda pool: pool.micro_usd_per_gpu_ms * MS_PER_S)
     )
     metrics.class_bid_price.watch(lambda: _classes(view.prices))
 
@@ -191,10 +191,14 @@ def _nodes(plan: ControlPlan | None) -> dict[Labels, float]:
     return found
 
 
-def _pools(prices: ControlPrices | None, micro_usd: Callable[..., float]) -> dict[Labels, float]:
-    """By pool; where engines of one pool differ in size, the highest price of them."""
-    found: dict[Labels, float] = {}
-    for pool in () if prices is None else prices.pools:
+def _pools(view: PlanView, micro_usd: Callable[..., float]) -> dict[Labels, float]:
+    """By pool; where engines of one pool differ in size, the highest price of them. Pools of the plan that are
+    not short are told of at 0.
+    """
+    if view.prices is None:
+        return {}
+    found = dict.fromkeys(_engines(view.plan), 0.0)
+    for pool in view.prices.pools:
         labels = (pool.model, pool.gpu_type, pool.role, pool.region)
         usd = micro_usd(pool) / MICRO_USD_PER_USD
         found[labels] = max(found.get(labels, 0.0), usd)

@@ -90,11 +90,14 @@ def demand_curve(
     )
     kept = [class_id for class_id in weights if unit in seconds[class_id]]
     total = sum(classes[one].workflows * seconds[one][unit] for one in kept)
+    if total <= 0.0:
+        return None
     work_per_gpu = {}
     for gpu in catalog.gpu_types:
         if all(gpu in seconds[one] for one in kept):
             here = sum(classes[one].workflows * seconds[one][gpu] for one in kept)
-            work_per_gpu[gpu] = total / here
+            if here > 0.0:
+                work_per_gpu[gpu] = total / here
     quarters = SECONDS_PER_HOUR // SLOT_S
     last = max(per_slot) // quarters
     first = max(min(per_slot) // quarters, last - HOURS_MAX + 1)

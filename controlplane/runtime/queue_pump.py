@@ -28,6 +28,9 @@ class Waiter:
     beat_ms: float
 
 
+def _deaf(_: float) -> None: ...
+
+
 class QueuePump:
     """`place` decides and commits one call, `waited` hears how long each call waited, `is_idle` says
     whether a model has capacity to spare; the gate sets them before the first call.
@@ -47,6 +50,8 @@ class QueuePump:
         self._waiters: dict[RequestId, Waiter] = {}
         self._is_scheduled = False
         self.calls_max = calls_max
+        # Told how many milliseconds each pass over the queue took.
+        self.passed: Callable[[float], None] = _deaf
 
     @property
     def waited(self) -> Callable[[Ticket, float], None]:
@@ -126,7 +131,9 @@ class QueuePump:
 
     def _pass(self) -> None:
         self._is_scheduled = False
-        left, may_be_more = self.line.offer(monotonic_ms())
+        began_ms = monotonic_ms()
+        left, may_be_more = self.line.offer(began_ms)
+        self.passed(monotonic_ms() - began_ms)
         for ticket, outcome in left:
             self._resolve(ticket, outcome)
         if may_be_more:

@@ -13,6 +13,7 @@ from typing import Any
 from sqlalchemy import insert, select, text
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
+from controlplane.domain.errors import PreconditionFailed
 from controlplane.store import tables
 from controlplane.store.paging import BadCursor, Page
 from controlplane.store.session import transaction
@@ -23,6 +24,8 @@ LIST_MAX = 500
 VERIFY_ENTRIES_PER_QUERY = 1_000
 # One entry is appended at a time. Any constant will do: it names the lock.
 APPEND_LOCK = 0x4845_4144_4155_44
+# Of a digest that tells two states of one thing apart.
+VERSION_BYTES = 8
 
 Members = dict[str, Any]
 SUBJECT_CHARACTERS_MAX = 255
@@ -30,10 +33,34 @@ SUBJECT_CHARACTERS_MAX = 255
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """Who changes something, and why: `key:ID` of an operator, or what acts by itself."""
+    """Who changes something, and why: `key:ID` of an operator, or what acts by itself.
+
+    `expected` are versions of which the subject must still have one, None when any will do.
+    """
 
     actor: str
     reason: str = ""
+    expected: frozenset[str] | None = None
+
+    def hold_to(self, subject: str, before: Members | None) -> None:
+        """Raises PreconditionFailed when the members of `subject`, which the caller holds locked, have a
+        version that is not expected.
+        """
+        if self.expected is None:
+            return
+        if before is None:
+            raise PreconditionFailed(f"there is no `{subject}` that could be as you saw it")
+        version = version_of(before)
+        if version not in self.expected:
+            raise PreconditionFailed(
+                f"`{subject}` is at version `{version}`, not as you saw it; look again and repeat"
+            )
+
+
+def version_of(members: Members) -> str:
+    """A name for what operators declared of something: the same for the same members, whenever."""
+    written = json.dumps(members, sort_keys=True, separators=(",", ":"))
+    return hashlib.blake2b(written.encode(), digest_size=VERSION_BYTES).hexdigest()
 
 
 # A process that reaches the database itself, without anybody's key.
@@ -151,6 +178,8 @@ async def list_entries(
     engine: AsyncEngine,
     *,
     subject: str | None = None,
+    actor: str | None = None,
+    action: str | None = None,
     limit: int = 50,
     cursor: str | None = None,
 ) -> Page[AuditEntry]:
@@ -166,6 +195,10 @@ async def list_entries(
         )
     elif subject is not None:
         statement = statement.where(tables.audit_log.c.subject == subject)
+    if actor is not None:
+        statement = statement.where(tables.audit_log.c.actor == actor)
+    if action is not None:
+        statement = statement.where(tables.audit_log.c.action == action)
     if cursor is not None:
         if not (cursor.isascii() and cursor.isdigit() and len(cursor) < len(str(2**63))):
             raise BadCursor("the cursor is not one of this list")

@@ -49,7 +49,7 @@ class WindowRecord:
     spent: int
 
 
-_VIEW = f"""
+VIEW_SQL = f"""
     SELECT id, unit, "limit", reserved, "window", begins AS window_started_at,
            CASE WHEN begins > window_started_at THEN 0 ELSE spent END AS spent,
            CASE "window" WHEN 'total' THEN NULL
@@ -91,7 +91,7 @@ async def list_budgets(
         raise BadCursor("the cursor is not one of this list")
     limit = max(1, min(limit, LIMIT_MAX))
     statement = text(
-        f"{_VIEW} WHERE id > :after AND starts_with(id, :kind) ORDER BY id LIMIT :most"
+        f"{VIEW_SQL} WHERE id > :after AND starts_with(id, :kind) ORDER BY id LIMIT :most"
     )
     values = {"after": cursor or "", "kind": f"{kind}:" if kind else "", "most": limit + 1}
     async with transaction(engine) as connection:
@@ -135,7 +135,7 @@ async def set_budget(
     """Set what may be spent in each window, never below what is spent and reserved in this one.
 
     The account is made when its owner has none of this unit. Without `window` that stays as it is.
-    Raises ConfigurationError without an owner.
+    Raises ConfigurationError without an owner, PreconditionFailed.
     """
     kind, _, owner = budget_id.partition(":")
     unit = unit_of(budget_id)
@@ -158,6 +158,7 @@ async def set_budget(
             "window": window and str(window),
         }
         before = await _lock(connection, budget_id)
+        by.hold_to(f"budget:{budget_id}", before)
         made = await connection.execute(
             text(
                 'INSERT INTO budgets (id, unit, "limit") VALUES (:id, :unit, :limit)'
@@ -201,6 +202,7 @@ async def remove_budget(engine: AsyncEngine, budget_id: str, by: Change = LOCAL)
         before = await _lock(connection, budget_id)
         if before is None:
             return False
+        by.hold_to(f"budget:{budget_id}", before)
         await connection.execute(text("DELETE FROM budgets WHERE id = :id"), {"id": budget_id})
         await raise_revision(connection)
         await audit.note(connection, by, "budget.remove", f"budget:{budget_id}", before, None)
@@ -216,12 +218,17 @@ async def _lock(connection: AsyncConnection, budget_id: str) -> Members | None:
     return None if row is None else {"limit": row.limit, "window": row.window}
 
 
+def version_of_budget(view: BudgetView) -> str:
+    """The version of what `set_budget` and `remove_budget` change."""
+    return audit.version_of(_members(view))
+
+
 def _members(view: BudgetView) -> Members:
     return {"limit": view.limit, "window": str(view.window)}
 
 
 async def _read(connection: AsyncConnection, budget_id: str) -> BudgetView | None:
-    rows = await connection.execute(text(f"{_VIEW} WHERE id = :id"), {"id": budget_id})
+    rows = await connection.execute(text(f"{VIEW_SQL} WHERE id = :id"), {"id": budget_id})
     row = rows.one_or_none()
     return None if row is None else _view(row)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any, NoReturn
 
-from sqlalchemy import Row, Table, bindparam, delete, func, select, text, update
+from sqlalchemy import Row, Select, Table, bindparam, delete, func, select, text, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
@@ -168,7 +168,13 @@ async def list_models(engine: AsyncEngine) -> list[Model]:
 
 
 async def list_nodes(
-    engine: AsyncEngine, *, limit: int = 50, cursor: str | None = None
+    engine: AsyncEngine,
+    *,
+    region: str | None = None,
+    gpu_type: str | None = None,
+    is_cordoned: bool | None = None,
+    limit: int = 50,
+    cursor: str | None = None,
 ) -> Page[NodeRecord]:
     """Newest first. Raises BadCursor."""
     counted = (
@@ -177,8 +183,16 @@ async def list_nodes(
         .scalar_subquery()
         .label("engines")
     )
+    statement = select(tables.nodes, counted)
+    for column, wanted in (
+        (tables.nodes.c.region, region),
+        (tables.nodes.c.gpu_type, gpu_type),
+        (tables.nodes.c.is_cordoned, is_cordoned),
+    ):
+        if wanted is not None:
+            statement = statement.where(column == wanted)
     statement = newest_first(
-        select(tables.nodes, counted),
+        statement,
         tables.nodes.c.created_at,
         tables.nodes.c.id,
         limit=limit,
@@ -230,11 +244,21 @@ _tenant_columns = (
 
 
 async def list_tenants(
-    engine: AsyncEngine, *, limit: int = 50, cursor: str | None = None
+    engine: AsyncEngine,
+    *,
+    tenant_class: str | None = None,
+    is_disabled: bool | None = None,
+    limit: int = 50,
+    cursor: str | None = None,
 ) -> Page[TenantRecord]:
     """Newest first, with their budgets. Raises BadCursor."""
+    statement: Select[Any] = select(*_tenant_columns).join_from(tables.tenants, tables.budgets)
+    if tenant_class is not None:
+        statement = statement.where(tables.tenants.c.tenant_class == tenant_class)
+    if is_disabled is not None:
+        statement = statement.where(tables.tenants.c.is_disabled.is_(is_disabled))
     statement = newest_first(
-        select(*_tenant_columns).join_from(tables.tenants, tables.budgets),
+        statement,
         tables.tenants.c.created_at,
         tables.tenants.c.id,
         limit=limit,
@@ -342,51 +366,108 @@ async def create_tenant(
         _refuse(error)
 
 
-async def set_disabled(
-    engine: AsyncEngine, tenant_id: TenantId, *, is_disabled: bool, by: Change = LOCAL
+async def change_tenant(
+    engine: AsyncEngine,
+    tenant_id: TenantId,
+    *,
+    limit_micro_usd: int | None = None,
+    is_disabled: bool | None = None,
+    by: Change = LOCAL,
 ) -> TenantRecord | None:
-    """Refuse, or let in again, every further request of a tenant.
+    """Set a tenant's budget, never below what is spent and reserved, and refuse, or let in again, every
+    further request of it; what is None stays.
 
-    None when there is no such tenant.
+    None when there is no such tenant. Raises PreconditionFailed.
     """
+    subject = f"tenant:{tenant_id}"
+    tenants, budgets = tables.tenants, tables.budgets
     async with transaction(engine) as connection:
-        was = await connection.scalar(
-            select(tables.tenants.c.is_disabled)
-            .where(tables.tenants.c.id == tenant_id)
-            .with_for_update(key_share=True)
-        )
-        if was is None:
-            return None
         await connection.execute(
-            update(tables.tenants)
-            .where(tables.tenants.c.id == tenant_id)
-            .values(is_disabled=is_disabled)
+            select(tenants.c.id).where(tenants.c.id == tenant_id).with_for_update(key_share=True)
         )
-        await raise_revision(connection)
-        record = await _tenant(connection, tenant_id)
+        # The account is locked as well, so that nobody sets its limit between the look and the change.
+        await connection.execute(
+            select(budgets.c.id)
+            .where(budgets.c.id == tenant_budget_id(tenant_id))
+            .with_for_update()
+        )
+        before = await _tenant(connection, tenant_id)
+        if before is None:
+            return None
+        by.hold_to(subject, _members_of_tenant(before))
+        if limit_micro_usd is not None:
+            floor = budgets.c.spent + budgets.c.reserved
+            await connection.execute(
+                update(budgets)
+                .where(budgets.c.id == before.budget_id)
+                .values(limit=func.greatest(limit_micro_usd, floor))
+            )
+        if is_disabled is not None:
+            await connection.execute(
+                update(tenants).where(tenants.c.id == tenant_id).values(is_disabled=is_disabled)
+            )
+            await raise_revision(connection)
+        after = await _tenant(connection, tenant_id)
+        assert after is not None
         await audit.note(
             connection,
             by,
-            "tenant.disable" if is_disabled else "tenant.enable",
-            f"tenant:{tenant_id}",
-            {"is_disabled": was},
-            {"is_disabled": is_disabled},
+            "budget.set",
+            f"budget:{before.budget_id}",
+            {"limit": before.limit_micro_usd},
+            {"limit": after.limit_micro_usd},
         )
-        return record
+        await audit.note(
+            connection,
+            by,
+            "tenant.disable" if after.is_disabled else "tenant.enable",
+            subject,
+            {"is_disabled": before.is_disabled},
+            {"is_disabled": after.is_disabled},
+        )
+        return after
+
+
+def version_of_tenant(record: TenantRecord) -> str:
+    """The version of what `change_tenant` changes."""
+    return audit.version_of(_members_of_tenant(record))
+
+
+def version_of_node(record: NodeRecord) -> str:
+    """The version of what `set_cordon` changes."""
+    return audit.version_of(_members_of_node(record))
+
+
+def _members_of_tenant(record: TenantRecord) -> Members:
+    return {**_told_of(record), "is_disabled": record.is_disabled}
+
+
+def _members_of_node(node: "NodeRecord | Row[*tuple[Any, ...]]") -> Members:
+    return {
+        "region": node.region,
+        "gpu_type": node.gpu_type,
+        "gpus": node.gpus,
+        "address": node.address,
+        "is_cordoned": node.is_cordoned,
+    }
 
 
 async def set_cordon(
     engine: AsyncEngine, node_id: NodeId, *, is_cordoned: bool, by: Change = LOCAL
 ) -> bool:
-    """Whether the node exists; it is (un)cordoned then."""
+    """Whether the node exists; it is (un)cordoned then. Raises PreconditionFailed."""
     async with transaction(engine) as connection:
-        was = await connection.scalar(
-            select(tables.nodes.c.is_cordoned)
-            .where(tables.nodes.c.id == node_id)
-            .with_for_update(key_share=True)
-        )
-        if was is None:
+        row = (
+            await connection.execute(
+                select(tables.nodes)
+                .where(tables.nodes.c.id == node_id)
+                .with_for_update(key_share=True)
+            )
+        ).one_or_none()
+        if row is None:
             return False
+        by.hold_to(f"node:{node_id}", _members_of_node(row))
+        was = row.is_cordoned
         await connection.execute(
             update(tables.nodes).where(tables.nodes.c.id == node_id).values(is_cordoned=is_cordoned)
         )

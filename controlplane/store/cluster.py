@@ -19,6 +19,8 @@ from pydantic import (
 from controlplane.domain.errors import ConfigurationError
 
 ENTRIES_MAX = 10_000
+# Bytes or floating-point operations a second.
+RATE_MIN = 1e6
 DOCUMENT_BYTES_MAX = 1024 * 1024
 
 # One token of a bus subject, because agents' subjects carry it.
@@ -38,8 +40,8 @@ Label = Annotated[str, StringConstraints(min_length=1, max_length=255, pattern=r
 Count = Annotated[int, Field(gt=0, le=2**31 - 1)]
 Milliseconds = Annotated[int, Field(gt=0, le=2**31 - 1)]
 Bytes = Annotated[int, Field(gt=0, le=2**62)]
-# YAML reads 1e12 as text; it is a number all the same.
-Rate = Annotated[float, Field(gt=0, le=1e30, allow_inf_nan=False, strict=False)]
+# YAML reads 1e12 as text; it is a number all the same. What no hardware is as slow as would only be divided by.
+Rate = Annotated[float, Field(ge=RATE_MIN, le=1e30, allow_inf_nan=False, strict=False)]
 # Lists of a document become tuples; their entries stay strict.
 _Entries = Field(max_length=ENTRIES_MAX, strict=False)
 MicroUsd = Annotated[int, Field(ge=0, le=2**53)]

@@ -1,5 +1,6 @@
 """Commands to agents: written here first, sent by the leader, ended by the agent's answer."""
 
+import hashlib
 import secrets
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -143,6 +144,14 @@ async def enqueue(
     return _record(row)
 
 
+def id_of_call(author: str, name: str) -> CommandId:
+    """The id of the command that the call `name` of `author` writes, however often it is sent."""
+    digest = hashlib.blake2b(
+        f"{author}\x00{name}".encode(), digest_size=_ID_BYTES, person=b"command id"
+    )
+    return CommandId(f"cmd-{digest.hexdigest()}")
+
+
 async def unsent(engine: AsyncEngine, limit: int) -> list[CommandRecord]:
     """Commands that wait to be sent, oldest first."""
     statement = (
@@ -241,6 +250,7 @@ async def list_commands(
     *,
     node_id: NodeId | None = None,
     engine_id: EngineId | None = None,
+    state: str | None = None,
     limit: int = 50,
     cursor: str | None = None,
 ) -> Page[CommandRecord]:
@@ -250,6 +260,8 @@ async def list_commands(
         statement = statement.where(tables.commands.c.node_id == node_id)
     if engine_id is not None:
         statement = statement.where(tables.commands.c.engine_id == engine_id)
+    if state is not None:
+        statement = statement.where(tables.commands.c.state == state)
     statement = newest_first(
         statement,
         tables.commands.c.created_at,

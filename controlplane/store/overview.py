@@ -14,6 +14,8 @@ async def list_decisions(
     *,
     verdict: str | None = None,
     reason: str | None = None,
+    tenant: str | None = None,
+    model: str | None = None,
     limit: int = 50,
     cursor: str | None = None,
 ) -> Page[DecisionRecord]:
@@ -23,6 +25,10 @@ async def list_decisions(
         statement = statement.where(tables.decisions.c.verdict == verdict)
     if reason is not None:
         statement = statement.where(tables.decisions.c.reason == reason)
+    if tenant is not None:
+        statement = statement.where(tables.decisions.c.tenant_id == tenant)
+    if model is not None:
+        statement = statement.where(tables.decisions.c.model == model)
     statement = newest_first(
         statement,
         tables.decisions.c.decided_at,

@@ -79,6 +79,10 @@ class PlanConflict(Exception):
     """What was asked does not fit the state of the planner; nothing was changed."""
 
 
+class PlannerMoved(PlanConflict):
+    """The planner is at another generation than the author of a change saw."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannerControl:
     """What operators allow the planner. A paused one begins no move; what runs is watched to its end."""
@@ -160,7 +164,7 @@ async def set_control(
     async with transaction(engine) as connection:
         before = _control((await connection.execute(select(table).with_for_update())).one())
         if generation is not None and generation != before.generation:
-            raise PlanConflict(
+            raise PlannerMoved(
                 f"the planner is at generation {before.generation}, not {generation}; look at it again"
             )
         changes = {
@@ -288,7 +292,11 @@ async def get_plan(engine: AsyncEngine, revision: int) -> PlanRecord | None:
 
 
 async def list_plans(
-    engine: AsyncEngine, *, limit: int = 50, cursor: str | None = None
+    engine: AsyncEngine,
+    *,
+    state: PlanState | None = None,
+    limit: int = 50,
+    cursor: str | None = None,
 ) -> Page[PlanRecord]:
     """Newest first, without who serves which class, which is most of a plan. Raises BadCursor."""
     plans = tables.plans
@@ -302,6 +310,8 @@ async def list_plans(
         if not (cursor.isascii() and cursor.isdigit() and len(cursor) < len(str(2**63))):
             raise BadCursor("the cursor is not one of this list")
         statement = statement.where(plans.c.revision < int(cursor))
+    if state is not None:
+        statement = statement.where(plans.c.state == str(state))
     async with transaction(engine) as connection:
         items = [_plan(row) for row in await connection.execute(statement)]
     if len(items) <= limit:

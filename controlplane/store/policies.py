@@ -96,6 +96,10 @@ class RolloutConflict(Exception):
     """The change does not fit what rules now; the words say why and what to do."""
 
 
+class RolloutMoved(RolloutConflict):
+    """The rollout is at another generation than the author of a change saw."""
+
+
 # ---------------------------------------------------------------- reading
 
 
@@ -324,7 +328,7 @@ async def _locked(connection: AsyncConnection, generation: int | None = None) ->
     """The row, which nobody else changes until the transaction ends."""
     row = await _rollout(connection, select(tables.policy_rollout).with_for_update())
     if generation is not None and row.generation != generation:
-        raise RolloutConflict(
+        raise RolloutMoved(
             f"the rollout is at generation {row.generation} and was changed by `{row.changed_by}`;"
             f" you saw {generation}: look again and repeat"
         )

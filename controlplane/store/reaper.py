@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from controlplane.domain.ids import ReplicaId
+from controlplane.domain.ids import ReplicaId, WorkflowId
 from controlplane.store import idempotency, replicas
 from controlplane.store.session import transaction
 from controlplane.store.workflows import expire_overdue
@@ -21,7 +21,7 @@ class ReapSummary:
     replicas_ended: int
     requests_lost: int
     returned_micro_usd: int
-    workflows_expired: int
+    workflows_expired: tuple[WorkflowId, ...]
 
 
 # Silence counts from PostgreSQL's start at the earliest: while it was away nobody could beat.

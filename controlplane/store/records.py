@@ -144,6 +144,8 @@ async def list_requests(
     tenant: TenantId | None = None,
     state: str | None = None,
     workflow: WorkflowId | None = None,
+    model: str | None = None,
+    reason: str | None = None,
     limit: int = 50,
     cursor: str | None = None,
 ) -> Page[RequestRecord]:
@@ -153,6 +155,8 @@ async def list_requests(
         (tables.requests.c.tenant_id, tenant),
         (tables.requests.c.state, state),
         (tables.requests.c.workflow_id, workflow),
+        (tables.requests.c.model, model),
+        (tables.requests.c.reason, reason),
     ):
         if wanted is not None:
             statement = statement.where(column == wanted)

@@ -73,6 +73,8 @@ def make_engine(url: str) -> AsyncEngine:
         pool_timeout=POOL_WAIT_S_MAX,
         pool_pre_ping=True,
         connect_args=connect_arguments(),
+        # Errors are written down; what a statement was given is nobody's business.
+        hide_parameters=True,
     )
 
 

@@ -1,5 +1,6 @@
 """Workflows: created once, ended once. Money and steps are counted by the journal."""
 
+import hashlib
 import secrets
 from dataclasses import dataclass
 from datetime import datetime
@@ -73,6 +74,14 @@ class WorkflowConflict:
 
 def new_id() -> WorkflowId:
     return WorkflowId(f"wf-{secrets.token_hex(_ID_BYTES)}")
+
+
+def id_of_call(tenant: TenantId, name: str) -> WorkflowId:
+    """The id of the workflow that the tenant's call `name` creates, however often it is sent."""
+    digest = hashlib.blake2b(
+        f"{tenant}\x00{name}".encode(), digest_size=_ID_BYTES, person=b"workflow id"
+    )
+    return WorkflowId(f"wf-{digest.hexdigest()}")
 
 
 async def create(
@@ -150,6 +159,7 @@ async def list_workflows(
     *,
     tenant: TenantId | None = None,
     state: WorkflowState | None = None,
+    kind: str | None = None,
     limit: int = 50,
     cursor: str | None = None,
 ) -> Page[WorkflowRecord]:
@@ -159,6 +169,8 @@ async def list_workflows(
         statement = statement.where(tables.workflows.c.tenant_id == tenant)
     if state is not None:
         statement = statement.where(tables.workflows.c.state == str(state))
+    if kind is not None:
+        statement = statement.where(tables.workflows.c.kind == kind)
     statement = newest_first(
         statement,
         tables.workflows.c.created_at,
@@ -220,10 +232,10 @@ async def end(
     return WorkflowConflict(record)
 
 
-async def expire_overdue(engine: AsyncEngine) -> int:
+async def expire_overdue(engine: AsyncEngine) -> tuple[WorkflowId, ...]:
     """End running workflows whose deadline has passed, a bounded number a time.
 
-    Returns how many.
+    Returns which.
     """
     overdue = (
         select(tables.workflows.c.id)
@@ -240,8 +252,9 @@ async def expire_overdue(engine: AsyncEngine) -> int:
             update(tables.workflows)
             .where(tables.workflows.c.id.in_(overdue))
             .values(state=str(WorkflowState.EXPIRED), ended_at=func.clock_timestamp())
+            .returning(tables.workflows.c.id)
         )
-        return ended.rowcount
+        return tuple(WorkflowId(identifier) for identifier in ended.scalars())
 
 
 def _selected() -> Select[Any]:

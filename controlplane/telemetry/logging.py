@@ -21,10 +21,10 @@ VALUE_CHARS_MAX = 200
 FIELDS = frozenset(
     {
         "attempt", "cause", "child", "command", "decision", "detail", "duration_ms", "endpoint",
-        "engine", "entries", "epoch", "error", "kind", "leg", "loop", "model", "moves", "node", "outcome",
+        "engine", "entries", "epoch", "error", "kept", "kind", "leg", "loop", "model", "moves", "node", "outcome",
         "path", "pause_s", "pid", "port", "reason", "region", "replica", "request", "requests",
-        "requests_lost", "revision", "scope", "signal", "state", "status", "step", "subject", "tenant_class", "url",
-        "version", "was", "why", "workflow", "workflows_expired",
+        "requests_lost", "revision", "scope", "signal", "state", "status", "step", "subject", "tenant_class", "trace",
+        "url", "version", "was", "why", "workflow", "workflows_expired",
     }
 )  # fmt: skip
 
@@ -65,11 +65,14 @@ class EventLog:
     def record(self, record: logging.LogRecord, trace: str | None) -> None:
         """An event of ours that came through the standard library: its message is its name.
 
-        Fields are given as `extra={"fields": {...}}`; one that is not on the list is left out.
+        Fields are given as `extra={"fields": {...}}`; one that is not on the list, or not known, is left out.
         """
         given = getattr(record, "fields", {})
-        fields = {name: value for name, value in given.items() if name in FIELDS}
-        message = None if trace is None else redact(trace)[:MESSAGE_CHARS_MAX]
+        fields = {
+            name: value for name, value in given.items() if name in FIELDS and value is not None
+        }
+        # What failed stands at the end of a trace, whoever called at its beginning.
+        message = None if trace is None else redact(trace)[-MESSAGE_CHARS_MAX:]
         self._write(record.getMessage(), record.levelname.lower(), message, fields)
 
     def _write(self, name: str, level: str, message: str | None, fields: dict[str, Field]) -> None:
@@ -96,7 +99,8 @@ class _Handler(logging.Handler):
             return
         message = record.getMessage()
         if trace is not None:
-            message += "\n" + trace
+            room = MESSAGE_CHARS_MAX - min(len(message), MESSAGE_CHARS_MAX // 2)
+            message += "\n" + redact(trace)[-room:]
         self._events.message(record.name, record.levelname.lower(), message)
 
 

@@ -3,21 +3,25 @@
 Series are plain numbers that the hot path adds to; Prometheus and OpenTelemetry read them when they
 are scraped or exported (`exposition.py`, `otlp.py`). Names follow OpenTelemetry's GenAI conventions
 for what a client sees and begin with `headway_` for the rest. Labels take values from closed or
-bounded sets only: a tenant appears as its class, never by name.
+bounded sets only: a tenant appears as its class, and by name only while it is among the few that
+spend most (`named_tenants.py`). No workflow and no request is ever a label.
 """
 
+import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
+
+from controlplane.telemetry.named_tenants import OVERFLOW, NamedTenants
 
 # Label sets kept per metric. Further ones are counted together under OVERFLOW, so that a bug
 # or a large fleet can not grow the exposition without end.
 SERIES_MAX = 2_000
-OVERFLOW = "other"
 
 Labels = tuple[str, ...]
-GaugeSource = Callable[[], Mapping[Labels, float]]
+Source = Callable[[], Mapping[Labels, float]]
 
 
 class Kind(StrEnum):
@@ -40,42 +44,14 @@ class Declaration:
 
 
 class Counter:
-    """A number per label set that only grows."""
-
-    __slots__ = ("_values", "declaration")
-
-    def __init__(self, declaration: Declaration) -> None:
-        self.declaration = declaration
-        self._values: dict[Labels, float] = {}
-
-    def add(self, labels: Labels = (), amount: float = 1) -> None:
-        values = self._values
-        if labels in values:
-            values[labels] += amount
-            return
-        if len(values) >= SERIES_MAX:
-            labels = (OVERFLOW,) * len(labels)
-        values[labels] = values.get(labels, 0) + amount
-
-    def value(self, labels: Labels = ()) -> float:
-        return self._values.get(labels, 0)
-
-    def total(self) -> float:
-        return sum(self._values.values())
-
-    def series(self) -> Iterator[tuple[Labels, float]]:
-        yield from tuple(self._values.items())
-
-
-class Gauge:
-    """A number per label set that is set, moved, or asked of a source when it is read."""
+    """A number per label set that only grows: added to, or asked of a source when it is read."""
 
     __slots__ = ("_sources", "_values", "declaration")
 
     def __init__(self, declaration: Declaration) -> None:
         self.declaration = declaration
         self._values: dict[Labels, float] = {}
-        self._sources: list[GaugeSource] = []
+        self._sources: list[Source] = []
 
     def add(self, labels: Labels = (), amount: float = 1) -> None:
         values = self._values
@@ -89,7 +65,42 @@ class Gauge:
     def value(self, labels: Labels = ()) -> float:
         return dict(self.series()).get(labels, 0)
 
-    def watch(self, source: GaugeSource) -> None:
+    def total(self) -> float:
+        return sum(value for _, value in self.series())
+
+    def watch(self, source: Source) -> None:
+        """Ask `source` for its series at every read: sums that their owner keeps and never lowers."""
+        self._sources.append(source)
+
+    def series(self) -> Iterator[tuple[Labels, float]]:
+        yield from tuple(self._values.items())
+        for source in self._sources:
+            yield from tuple(source().items())[:SERIES_MAX]
+
+
+class Gauge:
+    """A number per label set that is set, moved, or asked of a source when it is read."""
+
+    __slots__ = ("_sources", "_values", "declaration")
+
+    def __init__(self, declaration: Declaration) -> None:
+        self.declaration = declaration
+        self._values: dict[Labels, float] = {}
+        self._sources: list[Source] = []
+
+    def add(self, labels: Labels = (), amount: float = 1) -> None:
+        values = self._values
+        if labels in values:
+            values[labels] += amount
+            return
+        if len(values) >= SERIES_MAX:
+            labels = (OVERFLOW,) * len(labels)
+        values[labels] = values.get(labels, 0) + amount
+
+    def value(self, labels: Labels = ()) -> float:
+        return dict(self.series()).get(labels, 0)
+
+    def watch(self, source: Source) -> None:
         """Ask `source` for its series at every read. It must be quick and must not raise."""
         self._sources.append(source)
 
@@ -99,13 +110,25 @@ class Gauge:
             yield from tuple(source().items())[:SERIES_MAX]
 
 
-class Distribution:
-    """One series of a histogram: observations per bucket (the last one is open), and their sum."""
+class Exemplar(NamedTuple):
+    """One observation that can be looked up: its value, its trace, and when it was made (Unix seconds)."""
 
-    __slots__ = ("counts", "sum")
+    value: float
+    trace_id: str
+    at_s: float
+
+
+class Distribution:
+    """One series of a histogram: observations per bucket (the last one is open), and their sum.
+
+    `exemplars` holds the latest traced observation of each bucket that has had one.
+    """
+
+    __slots__ = ("counts", "exemplars", "sum")
 
     def __init__(self, buckets: int) -> None:
         self.counts = [0] * buckets
+        self.exemplars: dict[int, Exemplar] = {}
         self.sum = 0.0
 
     @property
@@ -123,12 +146,16 @@ class Histogram:
         self._bounds = declaration.bounds
         self._values: dict[Labels, Distribution] = {}
 
-    def observe(self, value: float, labels: Labels = ()) -> None:
+    def observe(self, value: float, labels: Labels = (), trace_id: str = "") -> None:
+        """Count `value`. `trace_id` (32 hexadecimal digits, empty: none) becomes its bucket's exemplar."""
         distribution = self._values.get(labels)
         if distribution is None:
             distribution = self._grow(labels)
-        distribution.counts[bisect_left(self._bounds, value)] += 1
+        bucket = bisect_left(self._bounds, value)
+        distribution.counts[bucket] += 1
         distribution.sum += value
+        if trace_id:
+            distribution.exemplars[bucket] = Exemplar(value, trace_id, time.time())
 
     def distribution(self, labels: Labels = ()) -> Distribution:
         return self._values.get(labels) or Distribution(len(self._bounds) + 1)
@@ -151,12 +178,33 @@ _E2E_S = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.
 _QUEUE_S = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _KV_LAG_S = (0.01, 0.025, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2, 5, 10)
 _DECISION_S = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 1e-1)
+_WORKFLOW_S = (0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1_800, 3_600, 7_200, 21_600, 86_400)
+_WORKFLOW_USD = (
+    1e-5,
+    1e-4,
+    1e-3,
+    2.5e-3,
+    5e-3,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1,
+    2.5,
+    5,
+    10,
+    50,
+)
+_STEPS = (1, 2, 3, 5, 8, 12, 20, 35, 60, 100, 250, 500, 1_000)
 
 
 class Metrics:
     """All series of one process: fed by the gateway, by the gate, and read off their owners."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock_s: Callable[[], float] = time.monotonic) -> None:
+        """`clock_s` tells seconds of a monotonic clock, by which the ranks of tenants age."""
         self._all: list[Metric] = []
 
         # What a client sees.
@@ -215,6 +263,10 @@ class Metrics:
             ("cause",),
             "Connections closed by a limit of the server before a call was read.",
         )  # fmt: skip
+        self.traces = self._counter(
+            "headway_traces", "headway.traces", "{trace}", ("cause",),
+            "Calls that left a trace and a log line, by why; over_limit and lost ones did not.",
+        )  # fmt: skip
         self.heartbeats = self._counter(
             "headway_queue_heartbeats", "headway.queue.heartbeats", "{comment}", ("model",),
             "Comments sent to streams that wait for a seat.",
@@ -255,6 +307,23 @@ class Metrics:
             "Calls with an idempotency key: fresh, replayed, in_progress, mismatch or not_stored.",
         )  # fmt: skip
 
+        self.slo_calls = self._counter(
+            "headway_slo_calls", "headway.slo.calls", "{request}",
+            ("slo_class", "tenant_class", "result"),
+            "Ended calls by whether they kept their targets: met, or what was missed first: ttft, tpot, deadline,"
+            " failed or refused. Calls that their client left are not counted.",
+        )  # fmt: skip
+        self.slo_target = self._gauge(
+            "headway_slo_target_seconds", "headway.slo.target", "s", ("slo_class", "target"),
+            "What an SLO class asks for: ttft, tpot (of each token after the first) and e2e.",
+        )  # fmt: skip
+        self.placement_ttft = self._histogram(
+            "headway_placement_ttft_seconds", "headway.placement.ttft", "s", ("model", "kind"),
+            "From a placement to its first token, as it was predicted when it was decided (predicted), as it was"
+            " (actual), and how far the two lie apart (error).",
+            bounds=_TTFT_S,
+        )  # fmt: skip
+
         # What the gate decides and settles.
         self.admissions = self._counter(
             "headway_admissions", "headway.admissions", "{decision}", ("verdict", "reason"),
@@ -287,11 +356,84 @@ class Metrics:
             "headway_retries", "headway.retries", "{retry}", ("verdict",),
             "Retries wanted after a failure before the first byte, allowed or denied.",
         )  # fmt: skip
+        for verdict in ("allowed", "denied"):
+            self.retries.add((verdict,), 0)
 
         self.prefill_fallbacks = self._counter(
             "headway_prefill_fallbacks", "headway.prefill.fallbacks", "{request}", ("model", "leg"),
             "First legs of pairs that failed, by what was done instead: another prefill, or the whole call"
             " on the engine that decodes.",
+        )  # fmt: skip
+
+        self.tenant_spent = self._counter(
+            "headway_tenant_spent_usd", "headway.tenant.spent", "{USD}", ("tenant",),
+            "Dollars charged, by name for the tenants that spend most, the others together as other.",
+        )  # fmt: skip
+        self.tenant_requests = self._counter(
+            "headway_tenant_requests", "headway.tenant.requests", "{request}", ("tenant", "outcome"),
+            "Calls by how they ended, by name for the tenants that spend most, the others together as other.",
+        )  # fmt: skip
+        self.wasted = self._counter(
+            "headway_wasted_usd", "headway.wasted", "{USD}", ("cause",),
+            "Dollars charged for nothing: to workflows that did not succeed (workflow_failed, workflow_expired,"
+            " workflow_cancelled) and to calls without a workflow that did not (call_failed, call_cancelled,"
+            " call_expired).",
+        )  # fmt: skip
+        self.reserved = self._gauge(
+            "headway_calls_reserved_usd", "headway.calls.reserved", "{USD}", (),
+            "Dollars held for calls of this replica that have not ended.",
+        )  # fmt: skip
+        self.budget = self._gauge(
+            "headway_budget_usd", "headway.budget", "{USD}", ("budget_scope", "kind"),
+            "Budgets in dollars of tenants and keys, added up: their limit, what is spent in the window that holds,"
+            " and what replicas hold of them in advance (reserved). Told by the leader.",
+        )  # fmt: skip
+        self.tenant_budget = self._gauge(
+            "headway_tenant_budget_usd", "headway.tenant.budget", "{USD}", ("tenant", "kind"),
+            "The same for each tenant, by name for those that spent most, the others together as other.",
+        )  # fmt: skip
+        self.fleet_cost = self._counter(
+            "headway_fleet_cost_usd", "headway.fleet.cost", "{USD}", ("gpu_type", "region"),
+            "What GPUs of nodes that are heard cost, at the price of their type, while this replica led.",
+        )  # fmt: skip
+
+        # Workflows, counted where their end was told.
+        self.workflows_ended = self._counter(
+            "headway_workflows_ended", "headway.workflows.ended", "{workflow}",
+            ("scope", "tenant_class", "slo_class", "state"),
+            "Workflows that ended: succeeded and failed by their tenant's word, cancelled, or expired.",
+        )  # fmt: skip
+        self.workflows_running = self._gauge(
+            "headway_workflows_running", "headway.workflows.running", "{workflow}", ("scope",),
+            "Workflows under way on all replicas. Told by the leader.",
+        )  # fmt: skip
+        self.workflow_spent = self._counter(
+            "headway_workflow_spent_usd", "headway.workflow.spent", "{USD}",
+            ("scope", "tenant_class", "state"),
+            "Dollars that ended workflows were charged.",
+        )  # fmt: skip
+        self.workflow_cost = self._histogram(
+            "headway_workflow_cost_usd", "headway.workflow.cost", "{USD}", ("scope", "state"),
+            "What one workflow was charged in all.",
+            bounds=_WORKFLOW_USD,
+        )  # fmt: skip
+        self.workflow_steps = self._histogram(
+            "headway_workflow_steps", "headway.workflow.steps", "{step}", ("scope", "state"),
+            "Steps of one workflow in which a call succeeded.",
+            bounds=_STEPS,
+        )  # fmt: skip
+        self.workflow_time = self._histogram(
+            "headway_workflow_duration_seconds", "headway.workflow.duration", "s", ("scope", "state"),
+            "From a workflow's creation to its end.",
+            bounds=_WORKFLOW_S,
+        )  # fmt: skip
+        self.late_kills = self._counter(
+            "headway_workflow_late_kills", "headway.workflow.late_kills", "{workflow}", ("scope", "state"),
+            "Workflows that expired or were cancelled after half of their expected steps had been paid for.",
+        )  # fmt: skip
+        self.workflows_uncounted = self._counter(
+            "headway_workflows_uncounted", "headway.workflows.uncounted", "{workflow}", (),
+            "Ended workflows that were not looked at any more, because too many ended at once.",
         )  # fmt: skip
 
         # The life of policy bundles.
@@ -306,6 +448,117 @@ class Metrics:
         self.policy_rollbacks = self._counter(
             "headway_policy_rollbacks", "headway.policy.rollbacks", "{rollback}", (),
             "Candidate bundles that this replica took back by itself.",
+        )  # fmt: skip
+
+        # The replica itself.
+        self.build = self._gauge(
+            "headway_build_info", "headway.build", "1", ("version",),
+            "1, for the version that runs.",
+        )  # fmt: skip
+        self.leads = self._gauge(
+            "headway_leader", "headway.leader", "1", (),
+            "1 while this replica leads: it alone plans, sends commands and reads sums for all.",
+        )  # fmt: skip
+        self.store_reachable = self._gauge(
+            "headway_postgres_reachable", "headway.postgres.reachable", "1", (),
+            "1 when PostgreSQL answered this replica's latest question, asked every few seconds.",
+        )  # fmt: skip
+        self.bus_connected = self._gauge(
+            "headway_nats_connected", "headway.nats.connected", "1", (),
+            "1 while this replica is connected to NATS.",
+        )  # fmt: skip
+        self.replicas_live = self._gauge(
+            "headway_replicas_live", "headway.replicas.live", "{replica}", (),
+            "Replicas that PostgreSQL heard of lately. Told by the leader.",
+        )  # fmt: skip
+        self.requests_lost = self._counter(
+            "headway_requests_lost", "headway.requests.lost", "{request}", (),
+            "Calls of replicas that died, ended by this one; nothing was charged for them.",
+        )  # fmt: skip
+        self.nodes = self._gauge(
+            "headway_nodes", "headway.nodes", "{node}", ("gpu_type", "region", "state"),
+            "Nodes of the catalogue: heard, silent (heard once, and not lately) or unknown (never heard here).",
+        )  # fmt: skip
+        self.engines = self._gauge(
+            "headway_engines", "headway.engines", "{engine}",
+            ("model", "gpu_type", "role", "region", "state"),
+            "Engines by what they do: starting, serving, draining, sleeping, stopped or failed as their agents tell,"
+            " cordoned, or silent with their node.",
+        )  # fmt: skip
+        self.engine_info = self._gauge(
+            "headway_engine_info", "headway.engine", "1",
+            ("engine", "model", "region", "node", "gpu_type", "role"),
+            "1, for where an engine runs and what it is.",
+        )  # fmt: skip
+        self.engine_accepting = self._gauge(
+            "headway_engine_accepting", "headway.engine.accepting", "1",
+            ("engine", "model", "region"),
+            "1 for an engine that takes new work, by its agent and as far as this replica hears.",
+        )  # fmt: skip
+        self.engine_started = self._gauge(
+            "headway_engine_start_time_seconds", "headway.engine.start_time", "s",
+            ("engine", "model", "region"),
+            "Unix time of an engine's latest start; it changes with each cold start.",
+        )  # fmt: skip
+        self.engine_seats = self._gauge(
+            "headway_engine_seats_capacity", "headway.engine.seats.capacity", "{seat}",
+            ("engine", "model", "region"), "Seats that an engine has, for all replicas.",
+        )  # fmt: skip
+        self.engine_running = self._gauge(
+            "headway_engine_calls_running", "headway.engine.calls.running", "{request}",
+            ("engine", "model", "region"), "Calls in an engine's batch, of all replicas.",
+        )  # fmt: skip
+        self.engine_waiting = self._gauge(
+            "headway_engine_calls_waiting", "headway.engine.calls.waiting", "{request}",
+            ("engine", "model", "region"), "Calls that wait inside an engine, of all replicas.",
+        )  # fmt: skip
+        self.engine_kv_capacity = self._gauge(
+            "headway_engine_kv_tokens_capacity", "headway.engine.kv_tokens.capacity", "{token}",
+            ("engine", "model", "region"), "KV tokens that an engine can hold.",
+        )  # fmt: skip
+        self.engine_kv_used = self._gauge(
+            "headway_engine_kv_tokens_used", "headway.engine.kv_tokens.used", "{token}",
+            ("engine", "model", "region"), "KV tokens that an engine holds, as it tells.",
+        )  # fmt: skip
+        self.hbm = self._gauge(
+            "headway_hbm_bytes", "headway.hbm", "By",
+            ("model", "gpu_type", "region", "kind"),
+            "Memory of engines' GPUs by what it is for: weights, kv_used, kv_free, and the rest (other), by the"
+            " catalogue and what the engines tell.",
+        )  # fmt: skip
+        self.engine_compute = self._gauge(
+            "headway_engine_compute_ratio", "headway.engine.compute.ratio", "1",
+            ("engine", "model", "region"),
+            "Share of arithmetic in what an engine's next step must do, by the roofline: above a half it is bound"
+            " by compute, below by memory.",
+        )  # fmt: skip
+        self.pool_saturation = self._gauge(
+            "headway_pool_saturation_ratio", "headway.pool.saturation.ratio", "1", ("model",),
+            "Used over usable seats of a model's engines, with the calls of all replicas; at 1 nothing more fits.",
+        )  # fmt: skip
+        self.pool_accepting = self._gauge(
+            "headway_pool_engines_accepting", "headway.pool.engines.accepting", "{engine}", ("model",),
+            "Engines of a model of the catalogue that take new work.",
+        )  # fmt: skip
+
+        # What the scheduler weighs.
+        self.dispatch_time = self._histogram(
+            "headway_dispatch_duration_seconds", "headway.dispatch.duration", "s", (),
+            "Time of one pass over the queue, placing calls together where several seats are free.",
+            bounds=_DECISION_S,
+        )  # fmt: skip
+        self.batches = self._counter(
+            "headway_batches", "headway.batches", "{batch}", ("result",),
+            "Times that waiting calls were weighed together: better than one after the other, or the same.",
+        )  # fmt: skip
+        self.axis_cost = self._gauge(
+            "headway_axis_cost_usd", "headway.axis.cost", "{USD}", ("axis",),
+            "Mean dollars of each axis in what placements cost, over the latest explained ones; below 0 it speaks for"
+            " the engine that was taken.",
+        )  # fmt: skip
+        self.axis_objections = self._counter(
+            "headway_axis_objections", "headway.axis.objections", "{candidate}", ("axis",),
+            "Engines that could not take a call, by the first axis that objected, over refusals and some other calls.",
         )  # fmt: skip
 
         # State that others hold; each gauge asks its owner when it is read.
@@ -548,6 +801,10 @@ class Metrics:
             "Workflows with a chosen model that ended and were counted here, by how they ended.",
         )  # fmt: skip
 
+        self.tenants = NamedTenants(clock_s)
+        self.tenant_spent.watch(self.tenants.spent_usd)
+        self.tenant_requests.watch(self.tenants.requests)
+
     def all(self) -> tuple[Metric, ...]:
         return tuple(self._all)
 
@@ -557,6 +814,9 @@ class Metrics:
                 name=name, otel_name=otel, unit=unit, kind=Kind.COUNTER, labels=labels, help=words
             )
         )
+        if not labels:
+            # A rate needs to see a series at nothing before the first event.
+            counter.add((), 0)
         self._all.append(counter)
         return counter
 

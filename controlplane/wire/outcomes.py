@@ -49,6 +49,7 @@ OUTCOMES: dict[Reason, Outcome] = {
     Reason.WORKFLOW_NOT_FOUND: Outcome(404, _WRONG, Retry.NEVER),
     Reason.WORKFLOW_ENDED: Outcome(409, _WRONG, Retry.NEVER),
     Reason.CONFLICT: Outcome(409, _WRONG, Retry.NEVER),
+    Reason.PRECONDITION_FAILED: Outcome(412, _WRONG, Retry.NEVER),
     Reason.CONTEXT_LENGTH_EXCEEDED: Outcome(400, _WRONG, Retry.NEVER),
     # OpenAI's own convention: 429, told apart from a rate limit by its code. Waiting does not help.
     Reason.INSUFFICIENT_QUOTA: Outcome(429, "insufficient_quota", Retry.NEVER),

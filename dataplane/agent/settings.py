@@ -137,8 +137,8 @@ def known_profiles(path: Path | None) -> Profiles:
     return {**shipped, **own}
 
 
-def read_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> AgentSettings:
-    """Settings from the command line, else from the environment. Raises SettingsError."""
+def argument_parser() -> argparse.ArgumentParser:
+    """The agent's command line; each option that can come from the environment says from where."""
     parser = argparse.ArgumentParser(
         prog="headway agent",
         description="Runs a node's engines and lends their capacity. The password of the node's"
@@ -146,7 +146,9 @@ def read_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> A
     )
     parser.add_argument("--node", help="node id, also the NATS user (HEADWAY_NODE_ID)")
     parser.add_argument("--nats-url", help="URL of the NATS server (NATS_URL)")
-    parser.add_argument("--password-file", type=Path)
+    parser.add_argument(
+        "--password-file", type=Path, help="file with the password of the node's NATS user"
+    )
     parser.add_argument("--data-dir", type=Path, help="state of this agent (HEADWAY_AGENT_DATA)")
     parser.add_argument("--engines", type=Path, help="YAML or JSON list (HEADWAY_AGENT_ENGINES)")
     parser.add_argument(
@@ -156,14 +158,24 @@ def read_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> A
     parser.add_argument(
         "--keep-engines", action="store_true", help="leave engines running when the agent stops"
     )
-    parser.add_argument("--stop-grace-s", type=float, default=10.0)
+    parser.add_argument(
+        "--stop-grace-s",
+        type=float,
+        default=10.0,
+        help="seconds that a stopping engine gets before it is killed",
+    )
     parser.add_argument(
         "--stuck-s",
         type=float,
         default=STUCK_S_FAILED,
         help="seconds that calls may run without a token before their engine counts as failed",
     )
-    given = parser.parse_args(arguments)
+    return parser
+
+
+def read_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> AgentSettings:
+    """Settings from the command line, else from the environment. Raises SettingsError."""
+    given = argument_parser().parse_args(arguments)
 
     def needed(value: str | Path | None, name: str) -> str:
         found = str(value) if value is not None else environment.get(name, "")

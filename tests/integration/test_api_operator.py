@@ -115,7 +115,7 @@ async def test_tenant_is_created_once(surfaces: Surfaces) -> None:
 
 async def test_tenant_of_an_unknown_slo_class_is_refused(surfaces: Surfaces) -> None:
     response = await surfaces.operate("POST", "tenants", {**NEW_TENANT, "slo_class": "nope"})
-    assert response.status_code == 400
+    assert response.status_code == 404
     assert "nope" in response.json()["error"]["message"]
 
 
@@ -224,7 +224,7 @@ async def test_engine_is_loaded_on_a_known_node_with_a_known_model(surfaces: Sur
     unknown = await surfaces.operate("POST", "engines/new/load", {**spec, "model": "gpt-9"})
     assert unknown.json()["error"]["code"] == "model_not_found"
     nowhere = await surfaces.operate("POST", "engines/new/load", {**spec, "node_id": "mars"})
-    assert nowhere.status_code == 400
+    assert nowhere.status_code == 404
     assert "mars" in nowhere.json()["error"]["message"]
 
 

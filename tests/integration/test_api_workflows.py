@@ -151,5 +151,5 @@ async def test_unknown_slo_class_lists_the_known_ones(surfaces: Surfaces) -> Non
     response = await surfaces.call(
         "POST", "/v1/workflows", surfaces.tenants["aurora"], {**NEW, "slo_class": "platinum"}
     )
-    assert response.status_code == 400
+    assert response.status_code == 404
     assert "batch, interactive, standard" in response.json()["error"]["message"]

@@ -16,7 +16,7 @@ from dataplane.protocol.messages import EngineFacts, EngineState
 from tests.integration.surfaces import Surfaces, running_surfaces
 
 # What changes policies, breakers and plans has tests of its own, which look into the log as well.
-ELSEWHERE = ("policies/", "breakers", "plans", "model-choice")
+ELSEWHERE = ("policies/", "breakers", "plans", "model-choice", "keys/{key_id}/rotate")
 SECRET_OPTION = "an-option-that-is-a-secret"
 WHY = "ticket 4711"
 

@@ -136,7 +136,10 @@ async def test_the_command_line_lists_opens_closes_and_frees(
 ) -> None:
     async with served(surfaces) as url:
         headway = Headway(tmp_path, url, surfaces.operators["admin"])
-        opened = await headway("breaker", "open", ENGINE, "--reason", "it burns")
+        alone = await headway("breaker", "open", ENGINE, "--reason", "it burns")
+        assert alone.code == 2
+        assert "leaves no engine that accepts calls for llama-3.1-8b" in " ".join(alone.err.split())
+        opened = await headway("breaker", "open", ENGINE, "--reason", "it burns", "--yes")
         assert (opened.code, opened.err) == (0, "")
         assert "gets no calls" in opened.out
         listed = await headway("breaker", "list")

@@ -96,7 +96,7 @@ async def test_money_below_the_least_unit_is_refused_and_not_rounded_away(world:
     body = {**workflow, "budget_usd": 4e-7}
     refused = await surfaces.call("POST", "/v1/workflows", surfaces.tenants[tenant], body)
     assert refused.status_code == 400
-    assert "least unit" in refused.json()["error"]["message"]
+    assert "0.000001" in refused.json()["error"]["message"]
     made = {**workflow, "budget_usd": 1e-6}
     answer = await surfaces.call("POST", "/v1/workflows", surfaces.tenants[tenant], made)
     assert answer.status_code == 201, answer.text
@@ -175,7 +175,7 @@ async def test_budgets_from_the_command_line(world: World) -> None:
     code, out, _ = await world.headway("budgets", "show", f"key:{key}")
     assert code == 0
     assert "$2.50 per day" in out
-    assert (await world.headway("budgets", "remove", f"key:{key}"))[0] == 0
+    assert (await world.headway("budgets", "remove", f"key:{key}", "--yes"))[0] == 0
     assert (await world.headway("budgets", "show", f"key:{key}"))[0] == 1
     code, out, _ = await world.headway("keys", "list")
     assert code == 0

@@ -72,7 +72,6 @@ async def test_lists_print_tables_that_fit_and_json_that_parses(world: World) ->
     for command in (
         ("tenants", "list"), ("keys", "list"), ("models", "list"), ("nodes", "list"),
         ("engines", "list"), ("workflows", "list"), ("requests", "list"), ("commands", "list"),
-        ("status",),
     ):  # fmt: skip
         people, programs = await asyncio.gather(
             world.headway(*command), world.headway(*command, "--json")
@@ -92,7 +91,7 @@ async def test_tenant_is_created_paid_for_and_disabled(world: World) -> None:
     assert "keys create --tenant dorado" in " ".join(created.out.split())
     budget = await world.headway("tenants", "budget", "dorado", "4.5", "--json")
     assert json.loads(budget.out)["limit_micro_usd"] == 4_500_000
-    assert (await world.headway("tenants", "disable", "dorado")).code == 0
+    assert (await world.headway("tenants", "disable", "dorado", "--yes")).code == 0
     listed = json.loads((await world.headway("tenants", "list", "--json")).out)["data"]
     assert {entry["id"]: entry["is_disabled"] for entry in listed}["dorado"] is True
 
@@ -102,15 +101,28 @@ async def test_key_goes_alone_to_standard_output_and_works_until_revoked(world: 
     assert created.code == 0
     key = created.out.strip()
     assert "\n" not in key
-    assert (await world.headway("status", HEADWAY_OPERATOR_KEY=key)).code == 0
+    assert (await world.headway("nodes", "list", HEADWAY_OPERATOR_KEY=key)).code == 0
     refused = await world.headway("nodes", "cordon", "us-l40s", HEADWAY_OPERATOR_KEY=key)
     assert refused.code == 1
     assert "`operator`" in refused.err
     key_id = created.err.split(":")[0].strip()
-    assert (await world.headway("keys", "revoke", key_id)).code == 0
+    assert (await world.headway("keys", "revoke", key_id, "--yes")).code == 0
     gone = await world.headway("status", HEADWAY_OPERATOR_KEY=key)
     assert gone.code == 1
     assert "HEADWAY_OPERATOR_KEY" in gone.err
+
+
+async def test_a_rotated_key_works_beside_the_new_one_for_a_while(world: World) -> None:
+    created = await world.headway("keys", "create", "--role", "viewer", "--name", "eye")
+    key_id = created.err.split(":")[0].strip()
+    rotated = await world.headway("keys", "rotate", key_id, "--overlap", "1h")
+    assert (rotated.code, f"{key_id} works until" in " ".join(rotated.err.split())) == (0, True)
+    for key in (created.out.strip(), rotated.out.strip()):
+        assert (await world.headway("nodes", "list", HEADWAY_OPERATOR_KEY=key)).code == 0
+    again = await world.headway("keys", "rotate", key_id)
+    assert (again.code, "replaced already" in " ".join(again.err.split())) == (1, True)
+    wrong = await world.headway("keys", "rotate", key_id, "--overlap", "soon")
+    assert (wrong.code, "24h" in wrong.err) == (2, True)
 
 
 async def test_document_is_applied_and_nodes_are_cordoned(world: World) -> None:
@@ -135,7 +147,7 @@ async def test_workflow_is_shown_and_cancelled(world: World) -> None:
     shown = await world.headway("workflows", "show", workflow)
     assert shown.code == 0
     assert "running" in shown.out
-    assert (await world.headway("workflows", "cancel", workflow)).code == 0
+    assert (await world.headway("workflows", "cancel", workflow, "--yes")).code == 0
     listed = await world.headway("workflows", "list", "--state", "cancelled", "--json")
     assert [entry["id"] for entry in json.loads(listed.out)["data"]] == [workflow]
 
@@ -185,7 +197,7 @@ async def test_local_key_is_not_sent_to_another_server(world: World, tmp_path: P
     stored = {"url": world.url, "key": world.surfaces.operators["admin"]}
     (folder / "operator.json").write_text(json.dumps(stored))
     nothing = {"HEADWAY_URL": None, "HEADWAY_OPERATOR_KEY": None}
-    assert (await world.headway("status", **nothing)).code == 0
+    assert (await world.headway("nodes", "list", **nothing)).code == 0
     other = await world.headway("status", "--url", "http://127.0.0.1:9", **nothing)
     assert other.code == 2
     assert "--key" in other.err

@@ -205,7 +205,9 @@ async def test_a_mistake_of_the_clients_is_told_by_the_decode_engine() -> None:
         running(RoundRobinGate(pairs=[(first.address, decode.address)])) as world,
     ):
         got = await world.post(CHAT)
-    assert (got.status, got.json()) == (400, complaint)
+    error = got.json()["error"]
+    assert (got.status, error["message"], error["param"]) == (400, "top_k", "top_k")
+    assert error["code"] == "invalid_request"
     assert [leg for leg, _ in legs(world.gate)] == ["prefill", "whole"]
 
 

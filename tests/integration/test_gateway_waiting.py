@@ -147,7 +147,7 @@ async def test_an_engine_that_fails_before_its_first_token_is_replaced_behind_an
 @pytest.mark.parametrize(
     ("script", "code"),
     [
-        (whole(400, b'{"error": {"message": "too long",\n "code": 400}}'), 400),
+        (whole(400, b'{"error": {"message": "too long",\n "code": 400}}'), "invalid_request"),
         (whole(500, {"error": {}}), "upstream_error"),
         (whole(503, {"error": {}}), "no_capacity"),
     ],

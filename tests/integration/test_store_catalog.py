@@ -284,8 +284,8 @@ async def test_past_its_deadline_a_workflow_has_expired(engine: AsyncEngine) -> 
     ended = await workflows.end(engine, late.id, ACME, WorkflowState.SUCCEEDED, "too late")
     assert isinstance(ended, WorkflowConflict)
     assert ended.record.state is WorkflowState.EXPIRED
-    assert await workflows.expire_overdue(engine) == 1
-    assert await workflows.expire_overdue(engine) == 0
+    assert len(await workflows.expire_overdue(engine)) == 1
+    assert await workflows.expire_overdue(engine) == ()
     listed = await workflows.list_workflows(engine, tenant=ACME, state=WorkflowState.EXPIRED)
     assert {item.id for item in listed.items} == {late.id, overdue.id}
     left = await workflows.list_workflows(engine, state=WorkflowState.RUNNING)

@@ -1,55 +1,22 @@
-"""OTLP export against a real HTTP receiver: counters, gauges, histograms and spans arrive."""
+"""OTLP export against a real HTTP receiver: counters, gauges and histograms arrive."""
 
-import http.server
-import threading
 from collections.abc import Iterator
 
 import pytest
 from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
-from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (
     ExportMetricsServiceRequest,
 )
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
 from controlplane.telemetry.metrics import Metrics
 from controlplane.telemetry.otlp import OtlpMetrics, resource_of
-from controlplane.telemetry.tracing import Stage, Tracing
-
-
-class Receiver(http.server.ThreadingHTTPServer):
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.bodies: dict[str, list[bytes]] = {}
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
-
-
-class _Handler(http.server.BaseHTTPRequestHandler):
-    def do_POST(self) -> None:
-        assert isinstance(self.server, Receiver)
-        body = self.rfile.read(int(self.headers["content-length"]))
-        self.server.bodies.setdefault(self.path, []).append(body)
-        self.send_response(200)
-        self.send_header("content-length", "0")
-        self.end_headers()
-
-    def log_message(self, *_: object) -> None:
-        pass
+from tests.otlp_receiver import Receiver, receiving
 
 
 @pytest.fixture
 def receiver() -> Iterator[Receiver]:
-    server = Receiver()
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield server
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with receiving() as server:
+        yield server
 
 
 def test_metrics_arrive_with_their_values(receiver: Receiver) -> None:
@@ -77,17 +44,3 @@ def test_metrics_arrive_with_their_values(receiver: Receiver) -> None:
     assert histogram.bucket_counts[0] == histogram.bucket_counts[-1] == 1
     assert len(histogram.bucket_counts) == len(histogram.explicit_bounds) + 1
     assert found["gen_ai.server.time_to_first_token"].unit == "s"
-
-
-def test_spans_arrive_as_one_trace(receiver: Receiver) -> None:
-    processor = BatchSpanProcessor(OTLPSpanExporter(endpoint=f"{receiver.url}/v1/traces"))
-    tracing = Tracing(processor, resource_of("1", "r1"), 1.0)
-    context = tracing.context("req-1", None)
-    assert context is not None
-    stage = Stage("chat m", 0.0, 5.0, {"gen_ai.usage.output_tokens": 3})
-    tracing.finish(context, stage, (Stage("engine whole", 1.0, 4.0, {}),))
-    tracing.shutdown()
-    request = ExportTraceServiceRequest.FromString(receiver.bodies["/v1/traces"][0])
-    spans = request.resource_spans[0].scope_spans[0].spans
-    assert {span.name for span in spans} == {"chat m", "engine whole"}
-    assert len({span.trace_id for span in spans}) == 1

@@ -126,6 +126,7 @@ async def headway(cluster: LocalCluster, *arguments: str) -> asyncio.subprocess.
 async def test_a_node_is_emptied_under_a_hundred_streams(
     fleet: LocalCluster, api: Operator
 ) -> None:
+    await bring_back(fleet, api)
     client = client_of(fleet, "acme", retries=0)
     here = {name for name, row in (await api.engines()).items() if row["node_id"] == "n1"}
     watching = await headway(fleet, "commands", "list", "--node", "n1", "--watch", "--json")
@@ -187,14 +188,16 @@ async def bring_back(fleet: LocalCluster, api: Operator) -> None:
     """Every engine serves, whatever other tests did with it."""
     await api.post("nodes/n1/uncordon")
     for name, row in (await api.engines()).items():
-        if row["state"] != "stopped":
+        words = {
+            "stopped": ("load", name, "--node", name[:2], "--model", "small",
+                        "--kind", "simulated", "--option", "speedup=0.1"),
+            "sleeping": ("wake", name),
+        }.get(row["state"])  # fmt: skip
+        if words is None:
             continue
-        loading = await headway(
-            fleet, "engines", "load", name, "--node", name[:2], "--model", "small",
-            "--kind", "simulated", "--option", "speedup=0.1", "--watch", "--json",
-        )  # fmt: skip
-        out, err = await loading.communicate()
-        assert loading.returncode == 0, err
+        told = await headway(fleet, "engines", *words, "--watch", "--json")
+        out, err = await told.communicate()
+        assert told.returncode == 0, err
         assert json.loads(out.splitlines()[-1])["data"][0]["state"] == "done"
 
 
@@ -257,7 +260,7 @@ async def test_a_drained_node_comes_back_and_an_engine_sleeps_until_it_is_woken(
     assert (rows["n1-a"]["state"], rows["n1-a"]["sleep_level"]) == ("serving", 0)
     # Nobody is awake: the first call that waits wakes one.
     for name in ("n1-a", "n1-b", "n2-a"):
-        resting = await headway(fleet, "engines", "sleep", name, "--watch")
+        resting = await headway(fleet, "engines", "sleep", name, "--yes", "--watch")
         _, err = await resting.communicate()
         assert resting.returncode == 0, err
     async with client_of(fleet, "acme") as client:

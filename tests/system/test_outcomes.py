@@ -439,6 +439,12 @@ async def contrary_outcome(world: World) -> httpx2.Response:
     return await world.of_workflow("POST", path, {"outcome": "failure"})
 
 
+async def change_of_what_moved_on(world: World) -> httpx2.Response:
+    headers = {**world.headers(world.cluster.operator_key), "if-match": '"of-another-time"'}
+    path = "/operator/v1/tenants/acme"
+    return await world.http.patch(path, headers=headers, json={"budget_usd": 1_000.0})
+
+
 async def long_prompt(world: World) -> httpx2.Response:
     messages = [{"role": "user", "content": "word " * 3 * CONTEXT_TOKENS_MAX}]
     return await world.chat(messages=messages)
@@ -659,6 +665,7 @@ CASES: Final = (
     Case(Reason.WORKFLOW_NOT_FOUND, unknown_workflow_looked_at, 404, has_id=False),
     Case(Reason.WORKFLOW_ENDED, ended_workflow, 409),
     Case(Reason.CONFLICT, contrary_outcome, 409, has_id=False),
+    Case(Reason.PRECONDITION_FAILED, change_of_what_moved_on, 412, has_id=False),
     Case(Reason.CONTEXT_LENGTH_EXCEEDED, long_prompt, 400),
     Case(Reason.INSUFFICIENT_QUOTA, tenants_budget, 429),
     Case(Reason.INSUFFICIENT_QUOTA, keys_budget, 429),

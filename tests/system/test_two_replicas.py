@@ -57,7 +57,7 @@ async def lent(cluster: LocalCluster, urls: list[str]) -> dict[str, tuple[int, i
     """
     headers = {"authorization": f"Bearer {cluster.operator_key}"}
     seen: list[dict[str, tuple[int, int]]] = []
-    async with httpx2.AsyncClient(headers=headers, trust_env=False) as http:
+    async with httpx2.AsyncClient(headers=headers, trust_env=False, timeout=30) as http:
         while len(seen) < 3:
             response = await http.get((urls[0], urls[1], urls[0])[len(seen)] + ENGINES)
             if response.status_code == 503:

@@ -147,6 +147,7 @@ def test_an_engine_is_given_none_of_headways_secrets() -> None:
         "HF_TOKEN": "t",
         "A": "1",
         "HEADWAY_ENGINE_LAUNCH": "token",
+        "SPT_NOENV": "1",
     }
 
 

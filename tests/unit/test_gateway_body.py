@@ -60,7 +60,7 @@ HOSTILE = {
     "stream is text": encoded(stream="true"),
     "stream is a number": encoded(stream=1),
     "max_tokens is text": encoded(max_tokens="5"),
-    "max_tokens is a float": encoded(max_tokens=1.0),
+    "max_tokens is a float": encoded(max_tokens=1.5),
     "max_tokens is a boolean": encoded(max_tokens=True),
     "max_tokens is zero": encoded(max_tokens=0),
     "max_tokens is negative": encoded(max_tokens=-1),
@@ -242,3 +242,10 @@ def test_a_longer_conversation_has_the_shorter_ones_bytes_as_prefix() -> None:
     assert first.prompt_bytes == len(json.dumps(one))
     assert first.tools_digest == 0
     assert checked(encoded(tools=[{"a": 1}])).tools_digest != 0
+
+
+def test_a_whole_number_may_be_written_with_a_point() -> None:
+    body = parse(encoded(max_tokens=16.0, n=2.0), is_chat=True)
+    assert isinstance(body, Body)
+    assert (body.completion_tokens_max, body.sequences) == (16, 2)
+    assert bytes(body.members["n"]) == b"2"

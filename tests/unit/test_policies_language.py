@@ -257,7 +257,7 @@ def test_wrong_facts_are_refused(values, words):
 
 
 def test_the_reference_page_is_current():
-    page = ROOT / "docs" / "policy-attributes.md"
+    page = ROOT / "docs" / "reference" / "policy-attributes.md"
     assert page.read_text(encoding="utf-8") == reference_page(), (
-        "write it again with `headway policy attributes --markdown > docs/policy-attributes.md`"
+        "write it again with `headway policy attributes --markdown > docs/reference/policy-attributes.md`"
     )

@@ -12,11 +12,12 @@ from controlplane.telemetry.metrics import OVERFLOW, SERIES_MAX, Counter, Histog
 from controlplane.telemetry.observer import GateObserver
 
 UNITS = {"s": "_seconds", "{USD}": "_usd"}
-# A tenant appears as its class; nothing that a client writes is a label.
+# A tenant appears as its class, or among the few that are named; nothing that a client writes is a label.
 LABELS = {
     "endpoint", "model", "tenant_class", "outcome", "reason", "kind", "engine", "region", "verdict",
     "leg", "treatment", "cause", "result", "change", "gpu_type", "role", "class_id",
-    "choice_class", "why", "table", "resume_class", "node", "gpu",
+    "choice_class", "why", "table", "resume_class", "node", "gpu", "tenant", "slo_class", "target",
+    "state", "scope", "budget_scope", "axis", "version",
 }  # fmt: skip
 
 
@@ -48,7 +49,9 @@ def test_every_series_is_in_the_exposition_with_its_value() -> None:
     metrics.journal_depth.watch(lambda: {(): 7.0})
     families = {
         family.name: family
-        for family in text_string_to_metric_families(Exposition(metrics).render().decode())
+        for family in text_string_to_metric_families(
+            Exposition(metrics).render(names_tenants=True)[0].decode()
+        )
     }
     assert {metric.declaration.name for metric in metrics.all()} == families.keys()
     [sample] = families["headway_requests"].samples

@@ -8,27 +8,32 @@ from controlplane.api.operator import (
     budgets,
     catalog,
     commands,
+    doctor,
     engines,
     keys,
     model_choice,
     nodes,
+    overview,
     plans,
     policies,
+    refusals,
+    report,
     requests,
+    settings,
     status,
     tenants,
     workflows,
 )
 from controlplane.api.shapes import ErrorBody
 
-_ERRORS = (400, 401, 403, 404, 409, 500, 503)
-
-router = APIRouter(
-    prefix="/operator/v1",
-    responses={status: {"model": ErrorBody} for status in _ERRORS},
-)
+# Every refusal has this shape; which ones an operation can answer with is derived in `document.py`.
+router = APIRouter(prefix="/operator/v1", responses={400: {"model": ErrorBody}})
 for _module in (
     status,
+    overview,
+    settings,
+    doctor,
+    report,
     catalog,
     nodes,
     engines,
@@ -36,6 +41,7 @@ for _module in (
     keys,
     workflows,
     requests,
+    refusals,
     commands,
     plans,
     policies,

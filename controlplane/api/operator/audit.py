@@ -55,12 +55,17 @@ class VerificationAnswer(Answer):
 async def list_entries(
     _: ViewerDep,
     services: ServicesDep,
+    *,
     subject: Subject = None,
+    actor: Annotated[Text | None, Query(max_length=SUBJECT_CHARACTERS_MAX)] = None,
+    action: Annotated[Text | None, Query(max_length=SUBJECT_CHARACTERS_MAX)] = None,
     limit: Limit = LIST_LIMIT_DEFAULT,
     cursor: Cursor = None,
 ) -> Page[AuditAnswer]:
     """List changes, newest first."""
-    found = await audit.list_entries(services.engine, subject=subject, limit=limit, cursor=cursor)
+    found = await audit.list_entries(
+        services.engine, subject=subject, actor=actor, action=action, limit=limit, cursor=cursor
+    )
     return page_of(found, AuditAnswer.model_validate)
 
 

@@ -3,11 +3,12 @@
 from datetime import datetime
 from typing import Annotated
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Query, Response
 from pydantic import Field
 
 from controlplane.admission.budget import Unit, Window
-from controlplane.api.security import OperatorChangeDep, ServicesDep, ViewerDep
+from controlplane.api.entity_tags import show_version
+from controlplane.api.security import OperatorSeenChangeDep, ServicesDep, ViewerDep
 from controlplane.api.shapes import (
     LIST_LIMIT_DEFAULT,
     Answer,
@@ -83,13 +84,16 @@ async def list_budgets(
 
 
 @router.get("/{budget_id}")
-async def get_budget(budget_id: Identifier, _: ViewerDep, services: ServicesDep) -> BudgetDetail:
+async def get_budget(
+    budget_id: Identifier, _: ViewerDep, services: ServicesDep, response: Response
+) -> BudgetDetail:
     """Show a budget with its past windows."""
     found = await budget_limits.get_budget(services.engine, budget_id)
     if found is None:
         raise _missing(budget_id)
     view, windows = found
     answer = BudgetAnswer.model_validate(view)
+    show_version(response, budget_limits.version_of_budget(view))
     return BudgetDetail(
         **answer.model_dump(), windows=[WindowAnswer.model_validate(past) for past in windows]
     )
@@ -97,7 +101,11 @@ async def get_budget(budget_id: Identifier, _: ViewerDep, services: ServicesDep)
 
 @router.patch("/{budget_id}")
 async def set_budget(
-    budget_id: Identifier, body: BudgetChange, by: OperatorChangeDep, services: ServicesDep
+    budget_id: Identifier,
+    body: BudgetChange,
+    by: OperatorSeenChangeDep,
+    services: ServicesDep,
+    response: Response,
 ) -> BudgetAnswer:
     """Set a budget; it is made when its owner has none. Never below what is spent and reserved."""
     try:
@@ -107,12 +115,13 @@ async def set_budget(
     except ConfigurationError as error:
         raise Refused(Refuse(Reason.NOT_FOUND, str(error))) from error
     services.gate.principals.forget()
+    show_version(response, budget_limits.version_of_budget(view))
     return BudgetAnswer.model_validate(view)
 
 
 @router.delete("/{budget_id}")
 async def remove_budget(
-    budget_id: Identifier, by: OperatorChangeDep, services: ServicesDep
+    budget_id: Identifier, by: OperatorSeenChangeDep, services: ServicesDep
 ) -> RemovedBudget:
     """Remove a limit. The budget in dollars of a tenant or a workflow can not be removed."""
     try:

@@ -3,7 +3,7 @@
 from datetime import datetime
 from typing import Annotated
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter
 from pydantic import Field
 
 from controlplane.api.security import ServicesDep, ViewerDep
@@ -12,6 +12,7 @@ from controlplane.api.shapes import (
     Answer,
     Body,
     Cursor,
+    Filter,
     Identifier,
     Limit,
     Page,
@@ -64,14 +65,16 @@ async def list_commands(
     services: ServicesDep,
     limit: Limit = LIST_LIMIT_DEFAULT,
     cursor: Cursor = None,
-    node_id: Annotated[str | None, Query(max_length=127)] = None,
-    engine_id: Annotated[str | None, Query(max_length=127)] = None,
+    node_id: Filter = None,
+    engine_id: Filter = None,
+    state: Filter = None,
 ) -> Page[CommandAnswer]:
     """List commands, newest first."""
     found = await commands.list_commands(
         services.engine,
         node_id=None if node_id is None else NodeId(node_id),
         engine_id=None if engine_id is None else EngineId(engine_id),
+        state=state,
         limit=limit,
         cursor=cursor,
     )

@@ -3,12 +3,14 @@ agents.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Path
+from fastapi import APIRouter, Depends, Path, Response
 from pydantic import Field, StringConstraints
 
+from controlplane.api.idempotency import IdempotencyKey, mismatch
 from controlplane.api.operator.commands import CommandAnswer, Drain, ProgressAnswer
 from controlplane.api.security import OperatorChangeDep, ServicesDep, ViewerDep
 from controlplane.api.services import Services
@@ -17,6 +19,7 @@ from controlplane.api.shapes import (
     Answer,
     Body,
     Cursor,
+    Filter,
     Limit,
     Page,
     Slug,
@@ -24,7 +27,7 @@ from controlplane.api.shapes import (
 )
 from controlplane.api.slices import page_by_name
 from controlplane.domain.decision import Reason, Refuse
-from controlplane.domain.errors import Refused
+from controlplane.domain.errors import ConfigurationError, Refused
 from controlplane.domain.ids import EngineId, ModelName, NodeId
 from controlplane.runtime.fleet_state import EngineEntry
 from controlplane.store import catalog, commands
@@ -54,6 +57,23 @@ router = APIRouter(prefix="/engines", tags=["engines"])
 
 EngineIdentifier = Annotated[str, Path(max_length=127, pattern=r"^[A-Za-z0-9][A-Za-z0-9_/.-]*$")]
 
+
+@dataclass(frozen=True, slots=True)
+class Teller:
+    """Who tells an agent something, and the call's own name when it may be sent again."""
+
+    change: Change
+    response: Response
+    idempotency_key: str | None
+
+
+async def _teller(
+    change: OperatorChangeDep, response: Response, idempotency_key: IdempotencyKey = None
+) -> Teller:
+    return Teller(change, response, idempotency_key)
+
+
+TellerDep = Annotated[Teller, Depends(_teller)]
 
 AdapterName = Annotated[
     str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]*$", max_length=255)
@@ -144,10 +164,23 @@ class NewEngine(Body):
 
 @router.get("")
 async def list_engines(
-    _: ViewerDep, services: ServicesDep, limit: Limit = LIST_LIMIT_DEFAULT, cursor: Cursor = None
+    _: ViewerDep,
+    services: ServicesDep,
+    *,
+    node: Filter = None,
+    model: Filter = None,
+    state: EngineState | None = None,
+    limit: Limit = LIST_LIMIT_DEFAULT,
+    cursor: Cursor = None,
 ) -> Page[EngineAnswer]:
     """List engines by id."""
-    known = {record.id: record for record in await catalog.list_engines(services.engine)}
+    known = {
+        record.id: record
+        for record in await catalog.list_engines(services.engine)
+        if (node is None or record.node_id == node)
+        and (model is None or record.model == model)
+        and (state is None or record.state == state)
+    }
     entries = {entry.row.engine_id: entry for entry in services.fleet.entries()}
     names, next_cursor = page_by_name(known, limit, cursor)
     return Page(
@@ -156,9 +189,21 @@ async def list_engines(
     )
 
 
+@router.get("/{engine_id:path}")
+async def get_engine(
+    engine_id: EngineIdentifier, _: ViewerDep, services: ServicesDep
+) -> EngineAnswer:
+    """One engine."""
+    for record in await catalog.list_engines(services.engine):
+        if record.id == engine_id:
+            entries = {entry.row.engine_id: entry for entry in services.fleet.entries()}
+            return _answer(services, record, entries.get(record.id))
+    raise _missing(engine_id)
+
+
 @router.post("/{engine_id:path}/load", status_code=202)
 async def load(
-    engine_id: EngineIdentifier, body: NewEngine, by: OperatorChangeDep, services: ServicesDep
+    engine_id: EngineIdentifier, body: NewEngine, by: TellerDep, services: ServicesDep
 ) -> CommandAnswer:
     """Tell a node's agent to start an engine."""
     if ModelName(body.model) not in services.fleet.catalog.models:
@@ -183,7 +228,7 @@ async def load(
 @router.post("/{engine_id:path}/unload", status_code=202)
 async def unload(
     engine_id: EngineIdentifier,
-    by: OperatorChangeDep,
+    by: TellerDep,
     services: ServicesDep,
     body: Drain | None = None,
 ) -> CommandAnswer:
@@ -194,7 +239,7 @@ async def unload(
 @router.post("/{engine_id:path}/drain", status_code=202)
 async def drain(
     engine_id: EngineIdentifier,
-    by: OperatorChangeDep,
+    by: TellerDep,
     services: ServicesDep,
     body: Drain | None = None,
 ) -> CommandAnswer:
@@ -203,9 +248,7 @@ async def drain(
 
 
 @router.post("/{engine_id:path}/stop", status_code=202)
-async def stop(
-    engine_id: EngineIdentifier, by: OperatorChangeDep, services: ServicesDep
-) -> CommandAnswer:
+async def stop(engine_id: EngineIdentifier, by: TellerDep, services: ServicesDep) -> CommandAnswer:
     """Tell the agent to stop an engine at once."""
     return await _tell_owner(services, by, engine_id, CommandKind.STOP, None)
 
@@ -213,7 +256,7 @@ async def stop(
 @router.post("/{engine_id:path}/restart", status_code=202)
 async def restart(
     engine_id: EngineIdentifier,
-    by: OperatorChangeDep,
+    by: TellerDep,
     services: ServicesDep,
     body: Drain | None = None,
 ) -> CommandAnswer:
@@ -223,7 +266,7 @@ async def restart(
 
 @router.post("/{engine_id:path}/role", status_code=202)
 async def set_role(
-    engine_id: EngineIdentifier, body: NewRole, by: OperatorChangeDep, services: ServicesDep
+    engine_id: EngineIdentifier, body: NewRole, by: TellerDep, services: ServicesDep
 ) -> CommandAnswer:
     """Tell the agent to drain an engine and to start it anew in another role."""
     return await _tell_owner(
@@ -234,7 +277,7 @@ async def set_role(
 @router.post("/{engine_id:path}/sleep", status_code=202)
 async def sleep(
     engine_id: EngineIdentifier,
-    by: OperatorChangeDep,
+    by: TellerDep,
     services: ServicesDep,
     body: Sleep | None = None,
 ) -> CommandAnswer:
@@ -246,16 +289,14 @@ async def sleep(
 
 
 @router.post("/{engine_id:path}/wake", status_code=202)
-async def wake(
-    engine_id: EngineIdentifier, by: OperatorChangeDep, services: ServicesDep
-) -> CommandAnswer:
+async def wake(engine_id: EngineIdentifier, by: TellerDep, services: ServicesDep) -> CommandAnswer:
     """Tell the agent to bring a sleeping engine's weights back."""
     return await _tell_owner(services, by, engine_id, CommandKind.WAKE)
 
 
 @router.post("/{engine_id:path}/reset-cache", status_code=202)
 async def reset_cache(
-    engine_id: EngineIdentifier, by: OperatorChangeDep, services: ServicesDep
+    engine_id: EngineIdentifier, by: TellerDep, services: ServicesDep
 ) -> CommandAnswer:
     """Tell the agent to let an engine forget its prefix cache."""
     return await _tell_owner(services, by, engine_id, CommandKind.RESET_CACHE)
@@ -264,7 +305,7 @@ async def reset_cache(
 @router.post("/{engine_id:path}/cordon", status_code=202)
 async def cordon(
     engine_id: EngineIdentifier,
-    by: OperatorChangeDep,
+    by: TellerDep,
     services: ServicesDep,
     body: Cordon | None = None,
 ) -> CommandAnswer:
@@ -275,7 +316,7 @@ async def cordon(
 
 @router.post("/{engine_id:path}/uncordon", status_code=202)
 async def uncordon(
-    engine_id: EngineIdentifier, by: OperatorChangeDep, services: ServicesDep
+    engine_id: EngineIdentifier, by: TellerDep, services: ServicesDep
 ) -> CommandAnswer:
     """Let an engine take work again, and start it when it was given up."""
     return await _tell_owner(services, by, engine_id, CommandKind.UNCORDON)
@@ -283,7 +324,7 @@ async def uncordon(
 
 @router.post("/{engine_id:path}/load-adapter", status_code=202)
 async def load_adapter(
-    engine_id: EngineIdentifier, body: Adapter, by: OperatorChangeDep, services: ServicesDep
+    engine_id: EngineIdentifier, body: Adapter, by: TellerDep, services: ServicesDep
 ) -> CommandAnswer:
     """Tell the agent to load a LoRA adapter into an engine."""
     arguments = Arguments(adapter=body.name, adapter_path=body.path)
@@ -294,7 +335,7 @@ async def load_adapter(
 async def unload_adapter(
     engine_id: EngineIdentifier,
     body: AdapterToUnload,
-    by: OperatorChangeDep,
+    by: TellerDep,
     services: ServicesDep,
 ) -> CommandAnswer:
     """Tell the agent to unload a LoRA adapter from an engine."""
@@ -313,7 +354,7 @@ _NEEDED: dict[CommandKind, Capability] = {
 
 async def _tell_owner(
     services: Services,
-    by: Change,
+    by: Teller,
     engine_id: str,
     kind: CommandKind,
     body: Drain | None = None,
@@ -322,7 +363,7 @@ async def _tell_owner(
     known = await catalog.list_engines(services.engine)
     own = [record for record in known if _is_of(record.id, engine_id)]
     if not own:
-        raise Refused(Refuse(Reason.NOT_FOUND, f"there is no engine `{engine_id}`"))
+        raise _missing(engine_id)
     record = own[0]
     if kind is CommandKind.WAKE and record.state == EngineState.SLEEPING:
         gpus = sum(rank.gpus for rank in own)
@@ -346,6 +387,10 @@ async def _tell_owner(
         deadline_s=(body or Drain()).deadline_s,
         arguments=arguments,
     )
+
+
+def _missing(engine_id: str) -> Refused:
+    return Refused(Refuse(Reason.NOT_FOUND, f"there is no engine `{engine_id}`"))
 
 
 def _is_of(declared: str, engine_id: str) -> bool:
@@ -388,7 +433,7 @@ def _check_room(
 
 async def _tell(
     services: Services,
-    by: Change,
+    by: Teller,
     node_id: NodeId,
     engine_id: str,
     kind: CommandKind,
@@ -397,16 +442,30 @@ async def _tell(
     spec: EngineSpec | None = None,
     arguments: Arguments = NO_ARGUMENTS,
 ) -> CommandAnswer:
-    record = await commands.enqueue(
-        services.engine,
-        node_id=node_id,
-        engine_id=EngineId(engine_id),
-        kind=kind,
-        deadline_s=deadline_s,
-        spec=spec,
-        arguments=arguments,
-        by=by,
-    )
+    key = by.idempotency_key
+    command_id = None if key is None else commands.id_of_call(by.change.actor, key)
+    try:
+        record = await commands.enqueue(
+            services.engine,
+            node_id=node_id,
+            engine_id=EngineId(engine_id),
+            kind=kind,
+            deadline_s=deadline_s,
+            spec=spec,
+            arguments=arguments,
+            command_id=command_id,
+            by=by.change,
+        )
+    except ConfigurationError as error:
+        raise Refused(Refuse(Reason.NOT_FOUND, str(error))) from error
+    if key is not None and (record.engine_id, record.kind, record.spec, record.arguments) != (
+        engine_id,
+        kind,
+        spec,
+        arguments,
+    ):
+        raise mismatch(key, record.id)
+    by.response.headers["location"] = f"/operator/v1/commands/{record.id}"
     return CommandAnswer.model_validate(record)
 
 

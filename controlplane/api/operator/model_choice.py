@@ -1,13 +1,13 @@
 """Models chosen by outcomes, of every tenant: the classes that policy offers, how they stand, and why."""
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter
 
 from controlplane.api.model_choice_answers import ChoiceAnswer, ClassAnswer, choice_of, classes_of
 from controlplane.api.security import ServicesDep, ViewerDep
 from controlplane.api.services import Services
-from controlplane.api.shapes import Answer, Identifier
+from controlplane.api.shapes import Answer, Filter, Identifier
 from controlplane.domain.catalog import Tenant
 from controlplane.domain.decision import Reason, Refuse
 from controlplane.domain.errors import Refused
@@ -47,11 +47,11 @@ class ClassList(Answer):
     data: list[ClassAnswer]
 
 
-@router.get("")
+@router.get("", responses={404: {}})
 async def list_classes(
     _: ViewerDep,
     services: ServicesDep,
-    tenant: Annotated[str | None, Query(max_length=63)] = None,
+    tenant: Filter = None,
 ) -> ClassList:
     """Show how classes stand: of one tenant, or of those with the newest outcomes."""
     if tenant is not None:

@@ -2,15 +2,18 @@
 
 from datetime import datetime
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Response
 
+from controlplane.api.entity_tags import show_version
+from controlplane.api.idempotency import IdempotencyKey
 from controlplane.api.operator.commands import CommandAnswer, Drain
-from controlplane.api.security import OperatorChangeDep, ServicesDep, ViewerDep
+from controlplane.api.security import OperatorSeenChangeDep, ServicesDep, ViewerDep
 from controlplane.api.services import Services
 from controlplane.api.shapes import (
     LIST_LIMIT_DEFAULT,
     Answer,
     Cursor,
+    Filter,
     Identifier,
     Limit,
     Page,
@@ -74,40 +77,62 @@ class Drained(Answer):
 
 @router.get("")
 async def list_nodes(
-    _: ViewerDep, services: ServicesDep, limit: Limit = LIST_LIMIT_DEFAULT, cursor: Cursor = None
+    _: ViewerDep,
+    services: ServicesDep,
+    *,
+    region: Filter = None,
+    gpu_type: Filter = None,
+    is_cordoned: bool | None = None,
+    limit: Limit = LIST_LIMIT_DEFAULT,
+    cursor: Cursor = None,
 ) -> Page[NodeAnswer]:
     """List nodes, newest first."""
-    found = await catalog.list_nodes(services.engine, limit=limit, cursor=cursor)
+    found = await catalog.list_nodes(
+        services.engine,
+        region=region,
+        gpu_type=gpu_type,
+        is_cordoned=is_cordoned,
+        limit=limit,
+        cursor=cursor,
+    )
     return page_of(found, lambda record: _answer(services, record))
 
 
 @router.get("/{node_id}")
-async def get_node(node_id: Identifier, _: ViewerDep, services: ServicesDep) -> NodeAnswer:
+async def get_node(
+    node_id: Identifier, _: ViewerDep, services: ServicesDep, response: Response
+) -> NodeAnswer:
     """One node with its GPUs."""
-    return _answer(services, await _record(services, NodeId(node_id)))
+    return _shown(services, await _record(services, NodeId(node_id)), response)
 
 
 @router.post("/{node_id}/cordon")
-async def cordon(node_id: Identifier, by: OperatorChangeDep, services: ServicesDep) -> NodeAnswer:
+async def cordon(
+    node_id: Identifier, by: OperatorSeenChangeDep, services: ServicesDep, response: Response
+) -> NodeAnswer:
     """Send nothing new to a node. What runs there goes on."""
-    return await _set_cordon(services, by, NodeId(node_id), is_cordoned=True)
+    return await _set_cordon(services, by, NodeId(node_id), response, is_cordoned=True)
 
 
 @router.post("/{node_id}/uncordon")
-async def uncordon(node_id: Identifier, by: OperatorChangeDep, services: ServicesDep) -> NodeAnswer:
+async def uncordon(
+    node_id: Identifier, by: OperatorSeenChangeDep, services: ServicesDep, response: Response
+) -> NodeAnswer:
     """Let a node take work again."""
-    return await _set_cordon(services, by, NodeId(node_id), is_cordoned=False)
+    return await _set_cordon(services, by, NodeId(node_id), response, is_cordoned=False)
 
 
 @router.post("/{node_id}/drain")
 async def drain(
     node_id: Identifier,
-    by: OperatorChangeDep,
+    by: OperatorSeenChangeDep,
     services: ServicesDep,
+    response: Response,
     body: Drain | None = None,
+    idempotency_key: IdempotencyKey = None,
 ) -> Drained:
     """Cordon a node and tell its agent to drain every engine."""
-    node = await _set_cordon(services, by, NodeId(node_id), is_cordoned=True)
+    node = await _set_cordon(services, by, NodeId(node_id), response, is_cordoned=True)
     told = [
         await commands.enqueue(
             services.engine,
@@ -115,6 +140,9 @@ async def drain(
             engine_id=engine.id,
             kind=CommandKind.DRAIN,
             deadline_s=(body or Drain()).deadline_s,
+            command_id=None
+            if idempotency_key is None
+            else commands.id_of_call(by.actor, f"drain {engine.id} {idempotency_key}"),
             by=by,
         )
         for engine in await catalog.list_engines(services.engine, NodeId(node_id))
@@ -124,10 +152,15 @@ async def drain(
 
 
 async def _set_cordon(
-    services: Services, by: Change, node_id: NodeId, *, is_cordoned: bool
+    services: Services, by: Change, node_id: NodeId, response: Response, *, is_cordoned: bool
 ) -> NodeAnswer:
     await catalog.set_cordon(services.engine, node_id, is_cordoned=is_cordoned, by=by)
-    return _answer(services, await _record(services, node_id))
+    return _shown(services, await _record(services, node_id), response)
+
+
+def _shown(services: Services, record: NodeRecord, response: Response) -> NodeAnswer:
+    show_version(response, catalog.version_of_node(record))
+    return _answer(services, record)
 
 
 async def _record(services: Services, node_id: NodeId) -> NodeRecord:

@@ -6,9 +6,10 @@ from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Path
+from fastapi import APIRouter, Path, Response
 from pydantic import Field
 
+from controlplane.api.entity_tags import IfMatch, generation_of, moved_told, show_version
 from controlplane.api.security import AdminDep, OperatorDep, ServicesDep, ViewerDep
 from controlplane.api.shapes import (
     LIST_LIMIT_DEFAULT,
@@ -28,7 +29,15 @@ from controlplane.runtime.planner_loop import APPLY_AGE_S_MAX, plan_of
 from controlplane.runtime.planner_problem import speeds_of
 from controlplane.runtime.procurement import HOURS_MAX, demand_curve
 from controlplane.store import demand, plans
-from controlplane.store.plans import Mode, MoveRecord, PlanConflict, PlannerControl, PlanRecord
+from controlplane.store.plans import (
+    Mode,
+    MoveRecord,
+    PlanConflict,
+    PlannerControl,
+    PlannerMoved,
+    PlanRecord,
+    PlanState,
+)
 
 router = APIRouter(prefix="/plans", tags=["plans"])
 
@@ -177,20 +186,27 @@ class ProcurementAnswer(Answer):
 
 @router.get("")
 async def list_plans(
-    _: ViewerDep, services: ServicesDep, limit: Limit = LIST_LIMIT_DEFAULT, cursor: Cursor = None
+    _: ViewerDep,
+    services: ServicesDep,
+    *,
+    state: PlanState | None = None,
+    limit: Limit = LIST_LIMIT_DEFAULT,
+    cursor: Cursor = None,
 ) -> Page[PlanSummary]:
     """List plans, newest first. A plan is listed once for as long as rounds come to the same."""
-    found = await plans.list_plans(services.engine, limit=limit, cursor=cursor)
+    found = await plans.list_plans(services.engine, state=state, limit=limit, cursor=cursor)
     return page_of(found, lambda record: PlanSummary(**_summary(record)))
 
 
 @router.get("/current")
-async def current(_: ViewerDep, services: ServicesDep) -> CurrentAnswer:
+async def current(_: ViewerDep, services: ServicesDep, response: Response) -> CurrentAnswer:
     """What the planner may do, what it wants, and what is being done of it."""
+    control = await plans.control(services.engine)
+    show_version(response, str(control.generation))
     newest = await plans.newest(services.engine)
     applying = await plans.applying(services.engine)
     return CurrentAnswer(
-        control=_control(await plans.control(services.engine)),
+        control=_control(control),
         is_leader=services.leader.epoch is not None,
         problem=services.planner.problem,
         age_s=services.plan_view.age_s(),
@@ -199,7 +215,7 @@ async def current(_: ViewerDep, services: ServicesDep) -> CurrentAnswer:
     )
 
 
-@router.get("/desired")
+@router.get("/desired", responses={404: {}})
 async def desired(_: ViewerDep, services: ServicesDep) -> DesiredAnswer:
     """How many engines and nodes the newest plan wants: what an autoscaler follows."""
     record = await plans.newest(services.engine)
@@ -216,7 +232,7 @@ async def desired(_: ViewerDep, services: ServicesDep) -> DesiredAnswer:
     )
 
 
-@router.get("/procurement")
+@router.get("/procurement", responses={404: {}})
 async def procurement(_: ViewerDep, services: ServicesDep) -> ProcurementAnswer:
     """The demand of the last two weeks as work per hour: what `headway plan procure` plans from."""
     fleet = services.fleet
@@ -241,39 +257,57 @@ async def procurement(_: ViewerDep, services: ServicesDep) -> ProcurementAnswer:
     return ProcurementAnswer.model_validate(curve)
 
 
-@router.get("/{revision}")
+@router.get("/{revision:int}")
 async def get_plan(revision: Revision, _: ViewerDep, services: ServicesDep) -> PlanAnswer:
     """Show a plan with its moves and what became of them."""
     return await _answer(services, await _found(services, revision))
 
 
 @router.post("/mode")
-async def set_mode(body: ModeChange, operator: AdminDep, services: ServicesDep) -> ControlAnswer:
+async def set_mode(
+    body: ModeChange,
+    operator: AdminDep,
+    services: ServicesDep,
+    response: Response,
+    if_match: IfMatch = None,
+) -> ControlAnswer:
     """Let the planner rest, propose, or act."""
-    with _conflicts_told():
+    with _conflicts_told(), moved_told(if_match, PlannerMoved):
         changed = await plans.set_control(
             services.engine,
             mode=body.mode,
             author=f"key:{operator.key_id}",
             reason=body.reason,
-            generation=body.generation,
+            generation=generation_of(if_match, body.generation),
         )
-    return _control(changed)
+    return _shown(changed, response)
 
 
 @router.post("/pause")
-async def pause(body: Change, operator: OperatorDep, services: ServicesDep) -> ControlAnswer:
+async def pause(
+    body: Change,
+    operator: OperatorDep,
+    services: ServicesDep,
+    response: Response,
+    if_match: IfMatch = None,
+) -> ControlAnswer:
     """Begin no further move. What runs is watched to its end."""
-    return await _set_paused(services, body, operator.key_id, is_paused=True)
+    return await _set_paused(services, body, operator.key_id, response, if_match, is_paused=True)
 
 
 @router.post("/resume")
-async def resume(body: Change, operator: OperatorDep, services: ServicesDep) -> ControlAnswer:
+async def resume(
+    body: Change,
+    operator: OperatorDep,
+    services: ServicesDep,
+    response: Response,
+    if_match: IfMatch = None,
+) -> ControlAnswer:
     """Let moves begin again."""
-    return await _set_paused(services, body, operator.key_id, is_paused=False)
+    return await _set_paused(services, body, operator.key_id, response, if_match, is_paused=False)
 
 
-@router.post("/{revision}/apply", status_code=202)
+@router.post("/{revision:int}/apply", status_code=202)
 async def apply(
     revision: Revision, body: Application, operator: OperatorDep, services: ServicesDep
 ) -> PlanAnswer:
@@ -305,17 +339,23 @@ async def apply(
 
 
 async def _set_paused(
-    services: ServicesDep, body: Change, key_id: str, *, is_paused: bool
+    services: ServicesDep,
+    body: Change,
+    key_id: str,
+    response: Response,
+    if_match: str | None,
+    *,
+    is_paused: bool,
 ) -> ControlAnswer:
-    with _conflicts_told():
+    with _conflicts_told(), moved_told(if_match, PlannerMoved):
         changed = await plans.set_control(
             services.engine,
             is_paused=is_paused,
             author=f"key:{key_id}",
             reason=body.reason,
-            generation=body.generation,
+            generation=generation_of(if_match, body.generation),
         )
-    return _control(changed)
+    return _shown(changed, response)
 
 
 async def _found(services: ServicesDep, revision: int) -> PlanRecord:
@@ -384,6 +424,11 @@ def _summary(record: PlanRecord) -> dict[str, Any]:
         "applied_by": record.applied_by,
         "ended_at": record.ended_at,
     }
+
+
+def _shown(control: PlannerControl, response: Response) -> ControlAnswer:
+    show_version(response, str(control.generation))
+    return _control(control)
 
 
 def _control(control: PlannerControl) -> ControlAnswer:

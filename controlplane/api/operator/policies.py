@@ -6,9 +6,10 @@ from contextlib import contextmanager
 from datetime import datetime
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Query, Response
 from pydantic import Field, StringConstraints
 
+from controlplane.api.entity_tags import IfMatch, generation_of, moved_told, show_version
 from controlplane.api.security import AdminDep, ServicesDep, ViewerDep
 from controlplane.api.services import Services
 from controlplane.api.shapes import (
@@ -28,7 +29,7 @@ from controlplane.domain.decision import Reason, Refuse
 from controlplane.domain.errors import ConfigurationError, Refused
 from controlplane.runtime.policy_compile import checked
 from controlplane.store import policies
-from controlplane.store.policies import Mode, Revision, Rollout, RolloutConflict
+from controlplane.store.policies import Mode, Revision, Rollout, RolloutConflict, RolloutMoved
 from policies.cases import run_cases
 from policies.evaluate import Policy
 from policies.load import FILES_MAX
@@ -53,7 +54,14 @@ Since = Annotated[
 class NewRevision(Body):
     """A bundle: its files by name. `is_now`: rules at once, without a time in shadow."""
 
-    files: Annotated[dict[FileName, Text], Field(min_length=1, max_length=FILES_MAX)]
+    files: Annotated[
+        dict[FileName, Text],
+        Field(
+            min_length=1,
+            max_length=FILES_MAX,
+            json_schema_extra={"additionalProperties": False},
+        ),
+    ]
     reason: Why
     is_now: bool = False
     generation: Generation = None
@@ -110,9 +118,9 @@ class FactsAnswer(Answer):
 
 
 @router.get("/rollout")
-async def rollout(_: ViewerDep, services: ServicesDep) -> RolloutAnswer:
+async def rollout(_: ViewerDep, services: ServicesDep, response: Response) -> RolloutAnswer:
     """Which bundle rules, and which one stands beside it."""
-    return RolloutAnswer.model_validate(await policies.rollout(services.engine))
+    return _shown(await policies.rollout(services.engine), response)
 
 
 @router.get("/revisions")
@@ -133,11 +141,17 @@ async def get_revision(digest: Identifier, _: ViewerDep, services: ServicesDep) 
 
 
 @router.post("/revisions", status_code=201)
-async def apply(body: NewRevision, operator: AdminDep, services: ServicesDep) -> RolloutAnswer:
+async def apply(
+    body: NewRevision,
+    operator: AdminDep,
+    services: ServicesDep,
+    response: Response,
+    if_match: IfMatch = None,
+) -> RolloutAnswer:
     """Check a bundle, store it, and let it rule in shadow or at once. A bad one changes nothing."""
     policy = await services.compiler.compile(body.files)
     await asyncio.to_thread(_refuse_failing_cases, policy)
-    with _conflicts_told():
+    with _conflicts_told(), moved_told(if_match, RolloutMoved):
         changed = await policies.apply(
             services.engine,
             policy.revision,
@@ -145,54 +159,72 @@ async def apply(body: NewRevision, operator: AdminDep, services: ServicesDep) ->
             author=operator.actor,
             reason=body.reason,
             mode=Mode.NONE if body.is_now else Mode.SHADOW,
-            generation=body.generation,
+            generation=generation_of(if_match, body.generation),
             check=checked(policy),
         )
     await services.policies_changed(policy)
-    return RolloutAnswer.model_validate(changed)
+    return _shown(changed, response)
 
 
 @router.post("/rollout/canary")
-async def canary(body: CanaryStep, operator: AdminDep, services: ServicesDep) -> RolloutAnswer:
+async def canary(
+    body: CanaryStep,
+    operator: AdminDep,
+    services: ServicesDep,
+    response: Response,
+    if_match: IfMatch = None,
+) -> RolloutAnswer:
     """Let the candidate rule a share of the tenants."""
-    with _conflicts_told():
+    with _conflicts_told(), moved_told(if_match, RolloutMoved):
         changed = await policies.canary(
             services.engine,
             body.percent,
             author=operator.actor,
             reason=body.reason,
-            generation=body.generation,
+            generation=generation_of(if_match, body.generation),
         )
     await services.policies_changed(None)
-    return RolloutAnswer.model_validate(changed)
+    return _shown(changed, response)
 
 
 @router.post("/rollout/promote")
-async def promote(body: Step, operator: AdminDep, services: ServicesDep) -> RolloutAnswer:
+async def promote(
+    body: Step,
+    operator: AdminDep,
+    services: ServicesDep,
+    response: Response,
+    if_match: IfMatch = None,
+) -> RolloutAnswer:
     """Make the candidate the active bundle."""
-    with _conflicts_told():
+    with _conflicts_told(), moved_told(if_match, RolloutMoved):
         changed = await policies.promote(
             services.engine,
             author=operator.actor,
             reason=body.reason,
-            generation=body.generation,
+            generation=generation_of(if_match, body.generation),
         )
     await services.policies_changed(None)
-    return RolloutAnswer.model_validate(changed)
+    return _shown(changed, response)
 
 
 @router.post("/rollout/rollback")
-async def roll_back(body: Step, operator: AdminDep, services: ServicesDep) -> RolloutAnswer:
+async def roll_back(
+    body: Step,
+    operator: AdminDep,
+    services: ServicesDep,
+    response: Response,
+    if_match: IfMatch = None,
+) -> RolloutAnswer:
     """Drop the candidate; without one, make the previous bundle active again."""
-    with _conflicts_told():
+    with _conflicts_told(), moved_told(if_match, RolloutMoved):
         changed = await policies.roll_back(
             services.engine,
             author=operator.actor,
             reason=body.reason,
-            generation=body.generation,
+            generation=generation_of(if_match, body.generation),
         )
     await services.policies_changed(None)
-    return RolloutAnswer.model_validate(changed)
+    return _shown(changed, response)
 
 
 @router.get("/facts")
@@ -220,6 +252,11 @@ async def get_facts(request_id: Identifier, _: ViewerDep, services: ServicesDep)
             )
         )
     return FactsAnswer.model_validate(found)
+
+
+def _shown(found: Rollout, response: Response) -> RolloutAnswer:
+    show_version(response, str(found.generation))
+    return RolloutAnswer.model_validate(found)
 
 
 def _refuse_failing_cases(policy: Policy) -> None:

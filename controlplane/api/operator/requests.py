@@ -2,9 +2,9 @@
 
 import math
 from datetime import datetime
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter
 
 from controlplane.api.security import ServicesDep, ViewerDep
 from controlplane.api.services import Services
@@ -12,6 +12,7 @@ from controlplane.api.shapes import (
     LIST_LIMIT_DEFAULT,
     Answer,
     Cursor,
+    Filter,
     Identifier,
     Limit,
     Page,
@@ -71,8 +72,11 @@ class DecisionAnswer(Answer):
     request_id: str
     number: int
     replica_id: str
+    tenant_id: str | None
+    model: str | None
     verdict: str
     reason: str | None
+    rule: str | None
     decode_engine_id: str | None
     prefill_engine_id: str | None
     cost_micro_usd: float | None
@@ -145,9 +149,11 @@ async def list_requests(
     _: ViewerDep,
     services: ServicesDep,
     *,
-    tenant: Annotated[str | None, Query(max_length=63)] = None,
+    tenant: Filter = None,
     state: RequestState | Literal["open"] | None = None,
-    workflow: Annotated[str | None, Query(max_length=63)] = None,
+    workflow: Filter = None,
+    model: Filter = None,
+    reason: Reason | None = None,
     limit: Limit = LIST_LIMIT_DEFAULT,
     cursor: Cursor = None,
 ) -> Page[RequestAnswer]:
@@ -157,6 +163,8 @@ async def list_requests(
         tenant=None if tenant is None else TenantId(tenant),
         state=None if state is None else str(state),
         workflow=None if workflow is None else WorkflowId(workflow),
+        model=model,
+        reason=None if reason is None else str(reason),
         limit=limit,
         cursor=cursor,
     )
@@ -197,8 +205,11 @@ async def explain(request_id: Identifier, _: ViewerDep, services: ServicesDep) -
 async def list_decisions(
     _: ViewerDep,
     services: ServicesDep,
+    *,
     verdict: Literal["admit", "queue", "refuse"] | None = None,
     reason: Reason | None = None,
+    tenant: Filter = None,
+    model: Filter = None,
     limit: Limit = LIST_LIMIT_DEFAULT,
     cursor: Cursor = None,
 ) -> Page[DecisionAnswer]:
@@ -207,6 +218,8 @@ async def list_decisions(
         services.engine,
         verdict=verdict,
         reason=None if reason is None else str(reason),
+        tenant=tenant,
+        model=model,
         limit=limit,
         cursor=cursor,
     )

@@ -78,7 +78,7 @@ async def status(_: ViewerDep, services: ServicesDep) -> Status:
         engines_accepting=sum(row.is_accepting for row in rows),
         engines_known=len(rows),
         workflows_running=await overview.count_running_workflows(services.engine),
-        gauges=_gauges(services),
+        gauges=gauges_of(services),
         are_credits_within_capacity=all(
             row.seats_lent <= row.seats_capacity and row.kv_tokens_lent <= row.kv_tokens_capacity
             for row in rows
@@ -90,7 +90,8 @@ async def status(_: ViewerDep, services: ServicesDep) -> Status:
     )
 
 
-def _gauges(services: Services) -> Gauges:
+def gauges_of(services: Services) -> Gauges:
+    """What is under way at this instant."""
     rows = [entry.row for entry in services.fleet.entries()]
     return Gauges(
         calls_in_flight=len(services.gate.in_flight),

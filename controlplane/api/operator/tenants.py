@@ -3,12 +3,14 @@
 from datetime import datetime
 from typing import Annotated
 
-from fastapi import APIRouter
-from pydantic import AfterValidator, Field, model_validator
+from fastapi import APIRouter, Response
+from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
+from controlplane.api.entity_tags import show_version
+from controlplane.api.idempotency import IdempotencyKey, mismatch, show_replay
 from controlplane.api.security import (
     AdminChangeDep,
-    OperatorChangeDep,
+    OperatorSeenChangeDep,
     ServicesDep,
     ViewerDep,
 )
@@ -18,6 +20,7 @@ from controlplane.api.shapes import (
     Answer,
     Body,
     Cursor,
+    Filter,
     Identifier,
     Limit,
     Name,
@@ -27,16 +30,23 @@ from controlplane.api.shapes import (
     whole_micro_usd,
 )
 from controlplane.domain.decision import Reason, Refuse
-from controlplane.domain.errors import Refused
+from controlplane.domain.errors import ConfigurationError, Refused
 from controlplane.domain.ids import TenantId
-from controlplane.domain.money import micro_usd
-from controlplane.store import budgets, catalog
+from controlplane.domain.money import MICRO_USD_PER_USD, micro_usd
+from controlplane.store import catalog
 from controlplane.store.catalog import TenantRecord
 
 router = APIRouter(prefix="/tenants", tags=["tenants"])
 
 BudgetUsd = Annotated[
-    float, Field(ge=0, le=1_000_000_000, allow_inf_nan=False), AfterValidator(whole_micro_usd)
+    float,
+    Field(
+        ge=0,
+        le=1_000_000_000,
+        allow_inf_nan=False,
+        json_schema_extra={"anyOf": [{"const": 0}, {"minimum": 1 / MICRO_USD_PER_USD}]},
+    ),
+    AfterValidator(whole_micro_usd),
 ]
 
 
@@ -55,6 +65,15 @@ class TenantChange(Body):
 
     A budget is never set below what is spent and reserved.
     """
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "anyOf": [
+                {"required": [name], "properties": {name: {"not": {"type": "null"}}}}
+                for name in ("budget_usd", "is_disabled")
+            ]
+        }
+    )
 
     budget_usd: BudgetUsd | None = None
     is_disabled: bool | None = None
@@ -87,47 +106,106 @@ async def tenants_page(services: Services, limit: int, cursor: str | None) -> Pa
 
 @router.get("")
 async def list_tenants(
-    _: ViewerDep, services: ServicesDep, limit: Limit = LIST_LIMIT_DEFAULT, cursor: Cursor = None
+    _: ViewerDep,
+    services: ServicesDep,
+    *,
+    tenant_class: Filter = None,
+    is_disabled: bool | None = None,
+    limit: Limit = LIST_LIMIT_DEFAULT,
+    cursor: Cursor = None,
 ) -> Page[TenantAnswer]:
     """List tenants with their budgets, newest first."""
-    return await tenants_page(services, limit, cursor)
+    found = await catalog.list_tenants(
+        services.engine,
+        tenant_class=tenant_class,
+        is_disabled=is_disabled,
+        limit=limit,
+        cursor=cursor,
+    )
+    return page_of(found, TenantAnswer.model_validate)
+
+
+@router.get("/{tenant_id}")
+async def get_tenant(
+    tenant_id: Identifier, _: ViewerDep, services: ServicesDep, response: Response
+) -> TenantAnswer:
+    """One tenant with its budget."""
+    record = await catalog.get_tenant(services.engine, TenantId(tenant_id))
+    if record is None:
+        raise _missing(tenant_id)
+    return _shown(record, response)
 
 
 @router.post("", status_code=201)
-async def create_tenant(body: NewTenant, by: AdminChangeDep, services: ServicesDep) -> TenantAnswer:
-    """Create a tenant. Its keys are created apart."""
-    record = await catalog.create_tenant(
-        services.engine,
-        tenant_id=TenantId(body.id),
-        name=body.name,
-        tenant_class=body.tenant_class,
-        slo_class=body.slo_class,
-        budget_micro_usd=micro_usd(body.budget_usd),
-        by=by,
-    )
+async def create_tenant(
+    body: NewTenant,
+    by: AdminChangeDep,
+    services: ServicesDep,
+    response: Response,
+    idempotency_key: IdempotencyKey = None,
+) -> TenantAnswer:
+    """Create a tenant. Its keys are created apart. With an `Idempotency-Key`, a tenant that is there as the
+    body says is the answer, and no conflict.
+    """
+    try:
+        record = await catalog.create_tenant(
+            services.engine,
+            tenant_id=TenantId(body.id),
+            name=body.name,
+            tenant_class=body.tenant_class,
+            slo_class=body.slo_class,
+            budget_micro_usd=micro_usd(body.budget_usd),
+            by=by,
+        )
+    except ConfigurationError as error:
+        raise Refused(Refuse(Reason.NOT_FOUND, str(error))) from error
     if record is None:
-        raise Refused(Refuse(Reason.CONFLICT, f"there is a tenant `{body.id}` already"))
-    return TenantAnswer.model_validate(record)
+        if idempotency_key is None:
+            raise Refused(Refuse(Reason.CONFLICT, f"there is a tenant `{body.id}` already"))
+        record = await catalog.get_tenant(services.engine, TenantId(body.id))
+        if record is None or not _is_as_said(record, body):
+            raise mismatch(idempotency_key, f"tenant {body.id}")
+        show_replay(response)
+    response.headers["location"] = f"/operator/v1/tenants/{record.id}"
+    return _shown(record, response)
 
 
 @router.patch("/{tenant_id}")
 async def change_tenant(
-    tenant_id: Identifier, body: TenantChange, by: OperatorChangeDep, services: ServicesDep
+    tenant_id: Identifier,
+    body: TenantChange,
+    by: OperatorSeenChangeDep,
+    services: ServicesDep,
+    response: Response,
 ) -> TenantAnswer:
     """Set a tenant's budget, disable it, or let it in again."""
-    tenant = TenantId(tenant_id)
-    record = await _existing(services, tenant)
-    if body.budget_usd is not None:
-        limit = micro_usd(body.budget_usd)
-        await budgets.set_limit(services.engine, record.budget_id, limit, by)
-    if body.is_disabled is not None:
-        await catalog.set_disabled(services.engine, tenant, is_disabled=body.is_disabled, by=by)
-        services.gate.principals.forget()
-    return TenantAnswer.model_validate(await _existing(services, tenant))
-
-
-async def _existing(services: Services, tenant: TenantId) -> TenantRecord:
-    record = await catalog.get_tenant(services.engine, tenant)
+    record = await catalog.change_tenant(
+        services.engine,
+        TenantId(tenant_id),
+        limit_micro_usd=None if body.budget_usd is None else micro_usd(body.budget_usd),
+        is_disabled=body.is_disabled,
+        by=by,
+    )
     if record is None:
-        raise Refused(Refuse(Reason.NOT_FOUND, f"there is no tenant `{tenant}`"))
-    return record
+        raise _missing(tenant_id)
+    if body.is_disabled is not None:
+        services.gate.principals.forget()
+    return _shown(record, response)
+
+
+def _shown(record: TenantRecord, response: Response) -> TenantAnswer:
+    show_version(response, catalog.version_of_tenant(record))
+    return TenantAnswer.model_validate(record)
+
+
+def _is_as_said(record: TenantRecord, body: NewTenant) -> bool:
+    return (record.name, record.tenant_class, record.slo_class, record.limit_micro_usd) == (
+        body.name,
+        body.tenant_class,
+        body.slo_class,
+        micro_usd(body.budget_usd),
+    )
+
+
+def _missing(tenant_id: str) -> Refused:
+    return Refused(Refuse(Reason.NOT_FOUND, f"there is no tenant `{tenant_id}`"))

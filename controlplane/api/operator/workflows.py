@@ -1,11 +1,17 @@
 """Workflows of every tenant."""
 
-from typing import Annotated
-
-from fastapi import APIRouter, Query
+from fastapi import APIRouter
 
 from controlplane.api.security import OperatorChangeDep, ServicesDep, ViewerDep
-from controlplane.api.shapes import LIST_LIMIT_DEFAULT, Cursor, Identifier, Limit, Page, page_of
+from controlplane.api.shapes import (
+    LIST_LIMIT_DEFAULT,
+    Cursor,
+    Filter,
+    Identifier,
+    Limit,
+    Page,
+    page_of,
+)
 from controlplane.api.workflow_answers import WorkflowAnswer, answer, end_workflow, not_found
 from controlplane.domain.ids import TenantId, WorkflowId
 from controlplane.domain.outcome import WorkflowState
@@ -18,8 +24,10 @@ router = APIRouter(prefix="/workflows", tags=["operator workflows"])
 async def list_workflows(
     _: ViewerDep,
     services: ServicesDep,
-    tenant: Annotated[str | None, Query(max_length=63)] = None,
+    *,
+    tenant: Filter = None,
     state: WorkflowState | None = None,
+    kind: Filter = None,
     limit: Limit = LIST_LIMIT_DEFAULT,
     cursor: Cursor = None,
 ) -> Page[WorkflowAnswer]:
@@ -28,6 +36,7 @@ async def list_workflows(
         services.engine,
         tenant=None if tenant is None else TenantId(tenant),
         state=state,
+        kind=kind,
         limit=limit,
         cursor=cursor,
     )

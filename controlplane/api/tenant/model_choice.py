@@ -6,12 +6,11 @@ from fastapi import APIRouter
 
 from controlplane.api.model_choice_answers import ChoiceAnswer, ClassAnswer, choice_of, classes_of
 from controlplane.api.security import ServicesDep, TenantDep
-from controlplane.api.shapes import Answer, ErrorBody, Identifier
+from controlplane.api.shapes import Answer, Identifier
 
 router = APIRouter(
     prefix="/v1/model-choice",
     tags=["model choice"],
-    responses={status: {"model": ErrorBody} for status in (400, 401, 404, 503)},
 )
 
 

@@ -5,9 +5,10 @@ Another tenant's do not exist here.
 
 from typing import Annotated, Literal
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Response
 from pydantic import Field, StringConstraints
 
+from controlplane.api.idempotency import IdempotencyKey, mismatch, show_replay
 from controlplane.api.security import ServicesDep, TenantDep
 from controlplane.api.services import Services
 from controlplane.api.shapes import (
@@ -15,7 +16,7 @@ from controlplane.api.shapes import (
     Body,
     Cursor,
     Detail,
-    ErrorBody,
+    Filter,
     Identifier,
     Limit,
     Page,
@@ -33,7 +34,7 @@ from controlplane.api.workflow_answers import (
 )
 from controlplane.domain.catalog import Principal, Scope
 from controlplane.domain.decision import Reason, Refuse
-from controlplane.domain.errors import Refused
+from controlplane.domain.errors import ConfigurationError, Refused
 from controlplane.domain.ids import SloClassName, WorkflowId
 from controlplane.domain.money import MICRO_USD_PER_USD, micro_usd
 from controlplane.domain.outcome import WorkflowState
@@ -49,10 +50,11 @@ DEADLINE_S_MAX = 30 * 24 * 3600
 router = APIRouter(
     prefix="/v1/workflows",
     tags=["workflows"],
-    responses={status: {"model": ErrorBody} for status in (400, 401, 404, 409, 503)},
 )
 
 BUDGET_TOKENS_MAX = 10**15
+# Between the instants at which a workflow is written and its deadline is counted from.
+CREATION_S_MAX = 10.0
 
 
 class NewWorkflow(Body):
@@ -82,19 +84,77 @@ class Outcome(Body):
 
 
 @router.post("", status_code=201)
-async def create(body: NewWorkflow, principal: TenantDep, services: ServicesDep) -> WorkflowAnswer:
-    """Create a workflow. Name it in each of its calls with the header `x-headway-workflow`."""
+async def create(
+    body: NewWorkflow,
+    principal: TenantDep,
+    services: ServicesDep,
+    response: Response,
+    idempotency_key: IdempotencyKey = None,
+) -> WorkflowAnswer:
+    """Create a workflow. Name it in each of its calls with the header `x-headway-workflow`.
+
+    A call that is sent again with its `Idempotency-Key` is answered with the workflow that it created.
+    """
+    if idempotency_key is None:
+        record = await _create(body, principal, services, workflows.new_id())
+    else:
+        workflow_id = workflows.id_of_call(principal.tenant.id, idempotency_key)
+        before = await _created(workflow_id, body, idempotency_key, principal, services)
+        if before is None:
+            try:
+                record = await _create(body, principal, services, workflow_id)
+            except ConfigurationError:
+                # The same call may have come by another way at the same time.
+                before = await _created(workflow_id, body, idempotency_key, principal, services)
+                if before is None:
+                    raise
+        if before is not None:
+            record = before
+            show_replay(response)
+    response.headers["location"] = f"/v1/workflows/{record.id}"
+    return answer(record)
+
+
+async def _created(
+    workflow_id: WorkflowId,
+    body: NewWorkflow,
+    idempotency_key: str,
+    principal: Principal,
+    services: Services,
+) -> WorkflowRecord | None:
+    """What an earlier call with this key created, None when there was none. Raises Refused when it asked for
+    something else.
+    """
+    record = await workflows.get(services.engine, workflow_id, principal.tenant.id)
+    if record is None:
+        return None
+    budget = None if body.budget_usd is None else micro_usd(body.budget_usd)
+    due_s = (record.deadline_at - record.created_at).total_seconds()
+    is_same = (
+        (record.kind, record.scope, record.steps_expected)
+        == (body.kind, body.scope, body.steps_expected)
+        and record.slo_class == (body.slo_class or principal.tenant.slo_class)
+        and record.budget_limit_micro_usd == budget
+        and (body.model is None or record.asked_model == body.model)
+        and record.retry_of == body.retry_of
+        and abs(due_s - body.deadline_s) < CREATION_S_MAX
+    )
+    if not is_same:
+        raise mismatch(idempotency_key, record.id)
+    return record
+
+
+async def _create(
+    body: NewWorkflow, principal: Principal, services: Services, workflow_id: WorkflowId
+) -> WorkflowRecord:
     slo_class = principal.tenant.slo_class if body.slo_class is None else body.slo_class
     if slo_class not in services.fleet.catalog.slo_classes:
         known = ", ".join(sorted(services.fleet.catalog.slo_classes))
         raise Refused(
-            Refuse(
-                Reason.INVALID_REQUEST, f"there is no SLO class `{slo_class}`; there are: {known}"
-            )
+            Refuse(Reason.NOT_FOUND, f"there is no SLO class `{slo_class}`; there are: {known}")
         )
     budget = body.budget_usd
     budget_micro_usd = None if budget is None else micro_usd(budget)
-    workflow_id = workflows.new_id()
     before = await _retried(body, principal, services)
     asked = body.model or (None if before is None else before.asked_model)
     choice: ChoiceRow | None = None
@@ -126,19 +186,27 @@ async def create(body: NewWorkflow, principal: TenantDep, services: ServicesDep)
         retry_of=None if before is None else before.id,
     )
     services.gate.workflows.remember(record)
-    return answer(record)
+    return record
 
 
 @router.get("")
 async def list_own(
     principal: TenantDep,
     services: ServicesDep,
+    *,
+    state: WorkflowState | None = None,
+    kind: Filter = None,
     limit: Limit = LIST_LIMIT_DEFAULT,
     cursor: Cursor = None,
 ) -> Page[WorkflowAnswer]:
     """List the tenant's workflows, newest first."""
     found = await workflows.list_workflows(
-        services.engine, tenant=principal.tenant.id, limit=limit, cursor=cursor
+        services.engine,
+        tenant=principal.tenant.id,
+        state=state,
+        kind=kind,
+        limit=limit,
+        cursor=cursor,
     )
     return page_of(found, answer)
 

@@ -1,0 +1,1 @@
+"""`headway top`: a live view of pools, engines, tenants, workflows, requests and refusals."""
