@@ -19,9 +19,9 @@ from tests.ports import free_port
 from .conftest import check_invariants
 from .test_kills import Load, kill
 
-pytestmark = [pytest.mark.fault, pytest.mark.anyio, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.fault, pytest.mark.anyio, pytest.mark.timeout(400)]
 
-REAPED_S_MAX = 30.0
+REAPED_S_MAX = 90.0
 ENGINES = "/operator/v1/engines"
 
 
@@ -84,7 +84,8 @@ async def test_two_share_and_one_dies(
         AsyncOpenAI(base_url=urls[1] + "/v1", api_key=key, max_retries=0) as two,
         Load(one) as load,
     ):
-        async with asyncio.timeout(60):
+        # Half a minute alone, for the callers share this process's core; other tests may take the other one.
+        async with asyncio.timeout(240):
             other = asyncio.create_task(_calls_until_refused(two))
             for _ in range(10):
                 await load.finishes(5)
@@ -113,7 +114,7 @@ async def test_two_share_and_one_dies(
 
 async def _replica_id(cluster: LocalCluster, url: str) -> str:
     headers = {"authorization": f"Bearer {cluster.operator_key}"}
-    async with httpx2.AsyncClient(headers=headers, trust_env=False) as http:
+    async with httpx2.AsyncClient(headers=headers, trust_env=False, timeout=30) as http:
         return str((await http.get(url + "/operator/v1/status")).json()["replica_id"])
 
 
