@@ -9,6 +9,12 @@ from tests.engine import install_llama_cpp
 from tests.engine.install_vllm import FINISHED, environment_folder
 
 
+@pytest.fixture(scope="module")
+def anyio_backend() -> str:
+    """One loop for all tests of a file, whose engines take a minute to start."""
+    return "asyncio"
+
+
 @pytest.fixture(scope="session")
 def vllm() -> Path:
     """The virtual environment that `install_vllm.py` builds; without it the tests are skipped."""

@@ -50,11 +50,6 @@ LEAVES_AT_ONCE = {"HEADWAY_STREAM_LEAVE_S": "0"}
 
 
 @pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture(scope="module")
 async def cluster(
     anyio_backend: str, server_folder: Path, vllm: Path, model: Path
 ) -> AsyncIterator[LocalCluster]:

@@ -21,11 +21,6 @@ KV_BYTES = 2 * 1024 * 1024
 PROMPT_WORDS = "far away and long ago, when the sea was young, "
 
 
-@pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 def small_engine(vllm: Path, model: Path, folder: Path) -> EngineSpec:
     """With the routes that reset the cache, which only developers of an engine have."""
     program = folder / "vllm"

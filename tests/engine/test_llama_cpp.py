@@ -66,11 +66,6 @@ def options(llama_server: Path, gguf: Path) -> dict[str, str | int]:
 
 
 @pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture(scope="module")
 async def cluster(
     anyio_backend: str, server_folder: Path, llama_server: Path, gguf: Path
 ) -> AsyncIterator[LocalCluster]:

@@ -73,11 +73,6 @@ class Heard:
 
 
 @pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture(scope="module")
 async def cluster(
     anyio_backend: str, server_folder: Path, vllm: Path, model: Path
 ) -> AsyncIterator[LocalCluster]:

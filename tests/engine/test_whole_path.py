@@ -39,11 +39,6 @@ nodes:
 
 
 @pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture(scope="module")
 async def cluster(
     anyio_backend: str, server_folder: Path, vllm: Path, model: Path
 ) -> AsyncIterator[LocalCluster]:

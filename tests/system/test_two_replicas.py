@@ -21,7 +21,7 @@ from .test_kills import Load, kill
 
 pytestmark = [pytest.mark.fault, pytest.mark.anyio, pytest.mark.timeout(400)]
 
-REAPED_S_MAX = 90.0
+REAPED_S_MAX = 30.0
 ENGINES = "/operator/v1/engines"
 
 
